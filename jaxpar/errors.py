@@ -147,7 +147,9 @@ def users_line(error: BaseException) -> str:
 def _users(error: BaseException) -> list[traceback.FrameSummary]:
     """Returns the frames of the user's code: not of jaxpar, an installed package or Python."""
     foreign = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<")
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(foreign)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(foreign)]
+    # where JAX transforms a traced program, the cause of its error has the line that was traced
+    return _users(error.__cause__) if not frames and error.__cause__ is not None else frames
 
 
 def describe_exception(error: BaseException) -> str:

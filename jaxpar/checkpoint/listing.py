@@ -1,4 +1,4 @@
-"""Lists and finds the checkpoints of a folder, and says which are retained: the latest, and the best by a score.
+"""Lists, finds and deletes the checkpoints of a folder; retained are the latest, and the best by a score.
 
 Names and MANIFESTs are read, no arrays. Imports no jax.
 """

@@ -1,5 +1,6 @@
 """The origin of an instruction: the line of a user's source that traced it, its pass, and its operation."""
 
+import linecache
 import re
 import sysconfig
 from collections.abc import Sequence
@@ -119,8 +120,11 @@ def _column(traceback: Any, number: int) -> int | None:
 @cache
 def _column_of_code(code: CodeType, offset: int) -> int | None:
     """Returns the column, counted from 1, of the expression of an instruction; None if Python keeps none."""
-    *_, column, _ = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
-    return None if column is None else column + 1
+    line, _, column, _ = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
+    if line is None or column is None:
+        return None
+    before = linecache.getline(code.co_filename, line).encode()[:column]  # Python counts bytes
+    return len(before.decode(errors="ignore") if before else " " * column) + 1
 
 
 def is_update_equation(equation: JaxprEqn) -> bool:

@@ -26,7 +26,8 @@ from jax.extend.core import (
 REMAT = ("remat2", "checkpoint")  # releases of JAX name it differently
 PLAIN_CALLS = ("jit", "pjit", "closed_call")
 CALLS = (*PLAIN_CALLS, *REMAT)  # equations whose inner jaxpr can be inlined in their place
-OPAQUE = ("custom_", "shard_map")  # prefixes of primitives whose bodies are not rewritten: custom gradients, islands
+# prefixes of primitives whose bodies are not rewritten: custom gradients, islands, kernels
+OPAQUE = ("custom_", "shard_map", "pallas_call")
 
 
 class Traced:

@@ -6,8 +6,8 @@
     compare/    one job trained with several exchanges, side by side
     report/     a run folder as one HTML page
     evaluation/ a run's checkpoints, or a Hugging Face folder, on held-out examples and other data
-    api/        commands as Python functions: `jp.plan`; a chat
-    template/   the files that `jaxpar new` writes
+    plan_api, chat  commands as Python functions: `jp.plan`; a chat
+    starter     the files that `jaxpar new` writes
 
 Nouns: a `Job` and its tables, a problem, a verb. Each verb (`run`, `check`, `inspect`, `plan`, ...) has one file here,
 which returns values; `cli` prints them.

@@ -37,6 +37,14 @@ class SourceLine:
         column = f":{self.column}" if self.column else ""
         return f"{self.file}:{self.line}{column}{sizes}"
 
+    def wins_over(self, other: "SourceLine") -> bool:
+        """Whether this key, which a user gave, takes the place of another one, which was found."""
+        files = sorted(("/" + self.file, "/" + other.file), key=len)
+        count = min(len(self.sizes), len(other.sizes))
+        same_sizes = not count or self.sizes[-count:] == other.sizes[-count:]
+        same_line = files[1].endswith(files[0]) and self.line == other.line and self.column in (None, other.column)
+        return same_line and same_sizes
+
     def matches(self, file: str, line: int, shape: Sequence[int], column: int | None = None) -> bool:
         """Whether an array of this shape, which an expression of a file computes, is one of these."""
         same_file = file == self.file or file.endswith("/" + self.file)
@@ -59,7 +67,7 @@ def parse_line(text: str) -> SourceLine | None:
 
 def line_problems(activations: object) -> list[Problem]:
     """Returns the problems of `Parallel.activations` that do not depend on the model."""
-    rule = "a line of source, and perhaps the sizes of the last dims, maps to a name or None for each dim"
+    rule = "a line of source, perhaps with a column and sizes of the last dims, maps to a name or None for each dim"
     fix = 'activations={"model.py:31 [..., 4096]": ("batch", None, "mlp")}'
     if not isinstance(activations, dict):
         return [Problem(f"activations={activations!r:.60}", rule, fix)]

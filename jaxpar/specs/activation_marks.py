@@ -67,7 +67,8 @@ def mark_activations(function: Callable, elementwise: Collection[str]) -> Callab
 
 def _may_be_marked(var: Any) -> bool:
     aval = var.aval
-    return len(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.inexact)
+    is_mutable = hasattr(aval, "inner_aval")
+    return not is_mutable and len(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _mark_equation(var: Any, number: int) -> JaxprEqn:

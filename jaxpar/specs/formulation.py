@@ -35,7 +35,7 @@ from jaxpar.specs.line_keys import groups_cut_alike
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
 from jaxpar.specs.strategies import Strategy, strategies_of
-from jaxpar.specs.whole_results import gathered_operands, operands_of_exchange
+from jaxpar.specs.whole_results import cuts_of_exchange, gathered_operands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +238,9 @@ class Formulation(IntegerProgram):
                 self._w[key] = self.add_column()
                 count = self._view_counts[of_view] * times
                 of_examples, forward = _has_examples(self.program, root), not (root.path or root.backward)
-                self._add_traffic(self._w[key], move, count, of_examples=of_examples, is_recomputed=forward)
+                self._add_traffic(
+                    self._w[key], move, count, of_examples=of_examples, is_recomputed=forward and not over_examples
+                )
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
                     self._gathers[self._w[key]] = ActivationGather(
@@ -258,7 +260,7 @@ class Formulation(IntegerProgram):
             self.add_row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = []
         for (target, source), column in columns.items():
-            cut = operands_of_exchange(operation, strategies, source, target, self.cut_columns.states)
+            cut = cuts_of_exchange(operation, strategies, source, target, self.cut_columns.states)
             if cut is None:
                 self.add_row({column: 1.0}, 0, 0)
             for axis, state in cut or ():

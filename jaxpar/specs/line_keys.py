@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxpar.sharding.infer_names.dim_pieces import flat
 from jaxpar.specs.program import Array, TracedProgram
 
-_OWN = str(Path(__file__).parents[1])  # jaxpar's layers constrain activations themselves, and differ within a step
+_PACKAGE = f"{Path(__file__).parents[1]}/"  # jaxpar's layers constrain activations themselves, and differ within a step
 
 
 class LineKey(NamedTuple):
@@ -39,7 +39,7 @@ class LineKey(NamedTuple):
 def line_key(program: TracedProgram, array: Array) -> LineKey | None:
     """Returns the key of an activation of the forward pass; None for other arrays, and where no line can name it."""
     line, examples = array.line, _dims_of_examples(program, array)
-    if line is None or line.file.startswith(_OWN) or array.backward or array.learned or not array.shape:
+    if line is None or line.file.startswith(_PACKAGE) or array.backward or array.learned or not array.shape:
         return None
     if len(examples) > 1 or examples == [len(array.shape) - 1]:
         return None

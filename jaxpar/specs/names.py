@@ -16,7 +16,7 @@ names end with the axes, except for those that the innermost axis splits: heads,
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.mesh.axes import AXES
@@ -198,37 +198,40 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
 
     A key has the column of an expression only where others of its line compute arrays of its sizes with other names.
     """
-    found: dict[tuple[str, int, int], dict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
-    of_column: defaultdict[LineKey, set[Names]] = defaultdict(set)
+    of_line: defaultdict[LineKey, defaultdict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
     for array in program.arrays:
         # an array without examples has no key of its own, but another array's key must not match it
         if (key := line_key(program, array)) is not None:
-            found[key.file, key.line, key.rank][key.sizes].add(names_of(array))
-            of_column[key].add(names_of(array))
-    files = {file for file, _, _ in found}
+            for column in {None, key.column}:
+                of_line[key._replace(column=column, sizes=())][key.sizes].add(names_of(array))
+    files = {key.file for key in of_line}
     short = {file: _shortest_suffix(file, files) for file in files}
     activations, ambiguous = {}, []
     for key in arrays_of_lines(program):
-        by_sizes, names = found[key.file, key.line, key.rank], next(iter(of_column[key]))
-        line = SourceLine(short[key.file], key.line, key.sizes)
-        if len(by_sizes[key.sizes]) == 1:
-            count = _needed_sizes(key.sizes, names, by_sizes)
-            activations[str(replace(line, sizes=key.sizes[len(key.sizes) - count :]))] = names
-        elif len(of_column[key]) == 1 and key.column is not None:
-            activations[str(replace(line, column=key.column))] = names
+        for column in dict.fromkeys((None, key.column)):
+            by_sizes = of_line[key._replace(column=column, sizes=())]
+            if count := _needed_sizes(key.sizes, by_sizes):
+                line = SourceLine(short[key.file], key.line, key.sizes[len(key.sizes) - count :], column)
+                activations[str(line)] = next(iter(by_sizes[key.sizes]))
+                break
         else:
-            ambiguous.append(str(replace(line, column=key.column)))
+            ambiguous.append(str(SourceLine(short[key.file], key.line, key.sizes, key.column)))
     return activations, tuple(ambiguous)
 
 
-def _needed_sizes(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...], set[Names]]) -> int:
-    """Returns the number of last sizes that a key must contain to match no array of its line with other names."""
-    for count in range(1, len(sizes)):
+def _needed_sizes(sizes: tuple[int, ...], others: Mapping[tuple[int, ...], set[Names]]) -> int:
+    """Returns the number of last sizes that a key must contain to match no array with other names; 0 if none will do.
+
+    Args:
+      sizes: Sizes of the dims after that of examples.
+      others: The names of all arrays of the line or of the expression, by these sizes.
+    """
+    for count in range(1, len(sizes) + 1):
         end = sizes[len(sizes) - count :]
-        alike = [options for other, options in others.items() if other[len(other) - count :] == end]
-        if all(options == {names} for options in alike):
+        alike = [options for other, options in others.items() if other[max(0, len(other) - count) :] == end]
+        if len(set().union(*alike)) == 1:
             return count
-    return len(sizes)
+    return 0
 
 
 def _shortest_suffix(file: str, files: set[str]) -> str:

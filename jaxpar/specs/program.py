@@ -32,14 +32,13 @@ from jaxpar.specs.operations import flop_of, loops_of, overlapping_dims
 
 VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision", MARK)
 ELEMENTWISE = frozenset(
-    "activation_mark "
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj "
     "convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
     "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not "
     "one_minus_square optimization_barrier or pcast polynomial population_count pow pvary real "
     "reduce_precision rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
-)
+) | {MARK}
 _IN_FLOAT32 = "float32_attention", "attend_heads"  # functions of jaxpar.models.custom_gradients
 GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
              "threefry2x32", "random_clone", "empty", "full")  # fmt: skip
@@ -50,7 +49,7 @@ _ATTENTION = tuple(
     str(Path(models.__file__).parent / name)
     for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py", "blocks/pairs.py")
 )
-OWN = ("shard_map", "reduce", "reduce_window")  # not followed inside: programs of one device, or of two scalars
+OWN = ("shard_map", "pallas_call", "reduce", "reduce_window")  # not followed inside: programs of one device or tile
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
 
@@ -297,7 +296,7 @@ class _Interpreter:
                 (array, made[0]) for array in operands if array.constant and array.shape == made[0].shape
             ]
         if name == "broadcast_in_dim":
-            made[0].repeats = math.prod(made[0].shape) / max(1, math.prod(operands[0].shape))
+            made[0].repeats = max(1.0, math.prod(made[0].shape) / max(1, math.prod(operands[0].shape)))
         if name in ("add", "add_any") and operands[0].shape == operands[1].shape:
             self.program.additions.append((made[0], [operand.root for operand in operands]))
         return made

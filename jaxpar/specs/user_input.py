@@ -95,9 +95,7 @@ def _has_user_key(key: str, own: Mapping[str, Any]) -> bool:
     """Whether the user's own declaration already names the activations of this key."""
     line = parse_line(key)
     lines = [parse_line(each) for each in own]
-    return line is not None and any(
-        each is not None and each.matches(line.file, line.line, line.sizes or each.sizes, line.column) for each in lines
-    )
+    return line is not None and any(each is not None and each.wins_over(line) for each in lines)
 
 
 def show_names(names: Iterable[str | None]) -> str:

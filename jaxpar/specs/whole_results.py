@@ -64,7 +64,7 @@ def gathered_operands(
             yield GatheredOperand(axis=axis, operand=operand, state=state, other=other)
 
 
-def operands_of_exchange(
+def cuts_of_exchange(
     operation: Operation,
     strategies: Sequence[Strategy],
     source: States,

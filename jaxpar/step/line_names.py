@@ -76,7 +76,8 @@ def _argument_origins(jaxpr: Jaxpr, learned: int) -> list[int]:
 def _unused_problem(line: SourceLine, names: Names) -> Problem:
     return Problem(
         f"activations={{{str(line)!r}: {names}}}: the line computes no such array of {len(names)} dims",
-        "every key names an array of the model's forward pass: a line, the sizes of its last dims, a name for each dim",
+        "every key names an array of the model's forward pass: a line, perhaps the column of an expression (not with "
+        "python -X no_debug_ranges), the sizes of the last dims, and a name for each dim",
         "`jaxpar specs JOB`, or jp.find_specs of this loss, for the lines of today's source",
     )
 

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import plain_loop
+import pytest
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.errors import JaxparError
 from jaxpar.sharding.source_lines import parse_line
 from jaxpar.specs.activation_marks import mark_activations
 from jaxpar.specs.program import ELEMENTWISE, follow_dims
@@ -56,3 +58,22 @@ def test_expressions_of_one_line_have_names_of_their_own():
     plain_loop.assert_alike(
         plain_loop.steps(layout, squares, SGD, BATCH), plain_loop.train(Square, Square, squares, SGD, BATCH)
     )
+
+
+def test_keys_hold_for_batches_of_other_lengths_and_give_way_to_those_of_the_user():
+    own = parse_line("pkg/model.py:31")
+    assert own.wins_over(parse_line("model.py:31:17 [..., 4096]"))
+    assert parse_line("model.py:31 [..., 8, 16, 4096]").wins_over(parse_line("model.py:31:17 [..., 16, 4096]"))
+    assert not parse_line("model.py:31:9 [..., 4096]").wins_over(parse_line("model.py:31:17 [..., 4096]"))
+    assert not parse_line("model.py:31 [..., 64]").wins_over(parse_line("model.py:31:17 [..., 4096]"))
+    found = jp.find_specs(Square, squares, BATCH, jp.Parallel(tensor=8))
+    assert {parse_line(text).sizes for text in found.specs.activations} == {(64,)}
+
+
+def test_an_error_while_differentiating_has_the_line_of_the_model():
+    class Host(Square):
+        def __call__(self, x):
+            return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct(x.shape, x.dtype), self.up(x))
+
+    with pytest.raises(JaxparError, match=r"test_activation_marks\.py, line .*pure_callback"):
+        jp.find_specs(Host, squares, BATCH, jp.Parallel(tensor=8))

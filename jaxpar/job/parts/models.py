@@ -267,7 +267,7 @@ def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> No
 
 
 def _check_labels(job: Job, settings: Any) -> None:
-    if job.data.source == "images":  # see `pictures.check_pictures`
+    if job.data.source == "images":  # see `names.check_pictures`
         return
     arrays = getattr(open_data(job), "arrays", {})
     labels = arrays.get("labels")

@@ -12,7 +12,6 @@ folder anyway, and a hanging or stopped process is noticed without a connection 
 
     beat       the heartbeat of a process and its file
     digest     the state of many processes in a fixed size, and the sum of two digests
-    heartbeat_reader  what this process reads of others, and for how long each has been silent
     decisions  the process at fault, values that must be equal on all processes, the step after which all stop
     watchdog   the tree, and the turns of one process, without a thread
     thread     runs the turns of a `Watchdog` in a thread; the training loop uses it
