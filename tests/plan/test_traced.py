@@ -320,9 +320,10 @@ def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
     every = plan.question.legal()
     context, unpipelined = np.asarray(every.context), np.asarray(every.pipe) == 1
     assert (unpipelined & (context == 1)).sum() == 4 * (4 * (1 + 3 * 3) + 5 * (1 + 3 * 2) + 6 * (1 + 3) + 7)
-    # context 2, 4 and 8 leave replicas as tensor does; the patches are the tokens that it names
-    assert (unpipelined & (context > 1)).sum() == 4 * (5 * (1 + 3 * 2) + 6 * (1 + 3) + 7)
-    assert (np.asarray(every.tensor)[context > 1] == 1).all()
+    # context leaves replicas as tensor does, alone (2, 4, 8) and with it (2 x 2; 2 x 4 and 4 x 2); it names the patches
+    assert (unpipelined & (context > 1)).sum() == 4 * (5 * (1 + 3 * 2) + 2 * 6 * (1 + 3) + 3 * 7)
+    pairs = {*zip(context[context > 1].tolist(), np.asarray(every.tensor)[context > 1].tolist(), strict=True)}
+    assert pairs == {(2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2)}
     assert plan.considered == len(unpipelined)
     assert {*np.asarray(every.pipe).tolist()} == {1, 2, 4}  # of 4 layers
     assert {*np.asarray(every.tensor).tolist()} == {1, 2, 4, 8}
@@ -436,7 +437,7 @@ def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
         ("blind", [], "keeps nothing of a row"),
         ("broken", [], "images"),
         ("total", ["--devices", "7"], "7 devices for 64 examples"),
-        ("total", ["--devices", "1024"], "1,024 devices for 64 examples"),
+        ("total", ["--devices", "65536"], "65,536 devices for 64 examples"),
     ],
 )
 def test_what_cannot_be_planned_is_one_clear_error(own, loss, words, got, capsys):
