@@ -229,22 +229,21 @@ class Formulation(IntegerProgram):
         precision, XLA gathers once more. So it does for an operation that sums over examples, as gradients of
         parameters do, if another axis splits these.
         """
-        root, of_view = operand.root, self.classes.of_array(operand)
-        over_examples = _gathers_apart(self.program, operation, self.costs.replicas)
+        root, view = operand.root, self.classes.of_array(operand)
+        is_apart = _gathers_apart(self.program, operation, self.costs.replicas)
         times = max(operation.times, root.times)
         for move, users in _collectives(self.links, operand, columns).items():
-            key = (of_view, move.source, move.target, over_examples)
+            key = (view, move.source, move.target, is_apart)
             if key not in self._w:
                 self._w[key] = self.add_column()
-                count = self._view_counts[of_view] * times
-                of_examples, forward = _has_examples(self.program, root), not (root.path or root.backward)
-                self._add_traffic(
-                    self._w[key], move, count, of_examples=of_examples, is_recomputed=forward and not over_examples
-                )
+                count = self._view_counts[view] * times
+                of_examples = _has_examples(self.program, root)
+                is_recomputed = not (root.path or root.backward or is_apart)
+                self._add_traffic(self._w[key], move, count, of_examples=of_examples, is_recomputed=is_recomputed)
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
                     self._gathers[self._w[key]] = ActivationGather(
-                        array=self.classes.of_array(root), view=of_view, share=1 / _shards(move.target, self.sizes)
+                        array=self.classes.of_array(root), view=view, share=1 / _shards(move.target, self.sizes)
                     )
             if self._w[key] in self._gathers:
                 self._gathers[self._w[key]].users["backward" if operation.backward else "forward"] += users

@@ -198,18 +198,18 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
 
     A key has the column of an expression only where others of its line compute arrays of its sizes with other names.
     """
-    of_line: defaultdict[LineKey, defaultdict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
+    options: defaultdict[LineKey, defaultdict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
     for array in program.arrays:
         # an array without examples has no key of its own, but another array's key must not match it
         if (key := line_key(program, array)) is not None:
             for column in {None, key.column}:
-                of_line[key._replace(column=column, sizes=())][key.sizes].add(names_of(array))
-    files = {key.file for key in of_line}
+                options[key._replace(column=column, sizes=())][key.sizes].add(names_of(array))
+    files = {key.file for key in options}
     short = {file: _shortest_suffix(file, files) for file in files}
     activations, ambiguous = {}, []
     for key in arrays_of_lines(program):
         for column in dict.fromkeys((None, key.column)):
-            by_sizes = of_line[key._replace(column=column, sizes=())]
+            by_sizes = options[key._replace(column=column, sizes=())]
             if count := _needed_sizes(key.sizes, by_sizes):
                 line = SourceLine(short[key.file], key.line, key.sizes[len(key.sizes) - count :], column)
                 activations[str(line)] = next(iter(by_sizes[key.sizes]))

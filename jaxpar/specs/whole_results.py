@@ -71,7 +71,7 @@ def cuts_of_exchange(
     target: States,
     states_of: Callable[[Array, int], Collection[State]],
 ) -> list[tuple[int, State]] | None:
-    """Returns axes and classes of dims that they must cut, so that XLA exchanges a result.
+    """Returns the cuts of both operands without which XLA does not exchange a result: (axis, class of dims) each.
 
     Args:
       operation: A matmul, convolution or lookup.
@@ -81,7 +81,7 @@ def cuts_of_exchange(
       states_of: Maps an array and an axis to the classes of dims along which the axis may cut the array.
 
     Returns:
-      Empty if no result of a matmul or a convolution is exchanged; None if XLA exchanges this one in no case.
+      Empty if the names cut the result as the strategy does, or it is one of a lookup; None if XLA never exchanges it.
     """
     found: list[tuple[int, State]] = []
     for axis, (made, named) in enumerate(zip(source, target, strict=True)):
