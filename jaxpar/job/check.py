@@ -47,7 +47,7 @@ from jaxpar.parallel.techniques.all_techniques import ModelUse, declaration_prob
 from jaxpar.parallel.techniques.base import AttentionCall, AttentionChoice
 from jaxpar.plan.techniques.auto_context import choose_form
 from jaxpar.sharding.names import Compute, shard_bytes
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.step import losses, state
 from jaxpar.step.block_inputs import offload_block_inputs
 from jaxpar.step.evaluation_loss import check_measures, check_names, compute_measures, evaluation_names

@@ -32,7 +32,7 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import Node, Profile
 from jaxpar.plan.model.work_depth import WorkDepth, work_depth
 from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics

@@ -21,7 +21,7 @@ from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.adapters import merge_adapters as merged_params
 from jaxpar.sharding.adapters import with_adapters
 from jaxpar.sharding.author.rules_in_force import with_rules_in_force
-from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_input
+from jaxpar.sharding.infer_names.infer_dims import with_program, zeros_like_input
 from jaxpar.sharding.names import Blueprint, Tree
 
 

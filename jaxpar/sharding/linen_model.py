@@ -18,12 +18,19 @@ from jaxpar.models.output_dtype import cast_output
 from jaxpar.models.remat import is_policy
 from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
 from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_specs
-from jaxpar.sharding.calls.compute_dtype import compute_linen
-from jaxpar.sharding.calls.norm_axes import without_unbound_axes
-from jaxpar.sharding.infer_names.trace_call import trace_program
-from jaxpar.sharding.linen.parameters import Parameters, to_dict
-from jaxpar.sharding.linen.streams import Path, Streams, find_streams, recording_sows, split_sown, with_rngs
-from jaxpar.sharding.linen.variables import Initializer, Variables, check_variables, has_path, lock_collections, unbox
+from jaxpar.sharding.flax_layers import compute_linen, without_unbound_axes
+from jaxpar.sharding.infer_names.infer_dims import trace_program
+from jaxpar.sharding.linen_calls import (
+    Parameters,
+    Path,
+    Streams,
+    find_streams,
+    recording_sows,
+    split_sown,
+    to_dict,
+    with_rngs,
+)
+from jaxpar.sharding.linen_variables import Initializer, Variables, check_variables, has_path, lock_collections, unbox
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, path_of
 
 

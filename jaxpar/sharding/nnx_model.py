@@ -1,6 +1,6 @@
 """Builds a `Blueprint` from a factory of Flax NNX modules.
 
-While a step is traced, `get_value` of each Param gathers and casts it (`nnx/hooks.py`), also inside of the user's scan
+While a step is traced, `get_value` of each Param gathers and casts it (`nnx_hooks.py`), also inside of the user's scan
 and remat, without editing the module. Large variables of other kinds are gathered too, but not cast.
 """
 
@@ -19,10 +19,18 @@ from jaxpar.errors import refuse, user_code_errors
 from jaxpar.models.remat import is_policy
 from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
 from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_specs
-from jaxpar.sharding.calls.compute_dtype import compute_nnx
+from jaxpar.sharding.flax_layers import compute_nnx
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
-from jaxpar.sharding.nnx.attributes import check_module, check_shapes, mark_arrays
-from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, attach_use, has_use, hook
+from jaxpar.sharding.nnx_hooks import (
+    ASSIGNING,
+    assignment_error,
+    attach_use,
+    check_module,
+    check_shapes,
+    has_use,
+    hook,
+    mark_arrays,
+)
 from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names
 
 

@@ -22,10 +22,10 @@ from jaxpar import models
 from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.sharding.infer_names.dim_pieces import Dim, DimPiece, flat, fresh, join, mix, split
-from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArray, elementwise
-from jaxpar.sharding.infer_names.program import (
+from jaxpar.sharding.infer_names.from_use import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
+from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArray, elementwise
 from jaxpar.specs.activation_marks import MARK
 from jaxpar.specs.fused_projections import FusedProjections, PartAxes
 from jaxpar.specs.operations import flop_of, loops_of, overlapping_dims

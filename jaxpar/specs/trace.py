@@ -21,7 +21,7 @@ from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, path_of
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.specs.activation_marks import MARK, mark_activations
 from jaxpar.specs.program import ELEMENTWISE, TracedProgram, follow_dims
 from jaxpar.specs.sequences import sequence_pieces, sequences_split

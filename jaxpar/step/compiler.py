@@ -29,7 +29,7 @@ from jaxpar.parallel.layout import Layout, with_logits, with_note
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.parallel.techniques.base import Choose, refuse_choice
-from jaxpar.sharding.infer_names.trace_call import zeros_like_input
+from jaxpar.sharding.infer_names.infer_dims import zeros_like_input
 from jaxpar.step.checks import precision
 from jaxpar.step.checks.updates import check_dims
 from jaxpar.step.numerics import Numerics

@@ -10,7 +10,7 @@ from jaxpar.models.experts import active_experts
 from jaxpar.models.islands import use_islands
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 

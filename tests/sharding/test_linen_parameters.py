@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.core import freeze, unfreeze
 
 import jaxpar as jp
-from jaxpar.sharding.linen.parameters import Parameters
+from jaxpar.sharding.linen_calls import Parameters
 
 STORED = {"embed": {"table": 1.0}, "norm": {"a/scale": 2.0}, "bias": 3.0, "pair": (4.0, 5.0)}
 

@@ -15,7 +15,7 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.sharding.infer_names.trace_call import with_program
+from jaxpar.sharding.infer_names.infer_dims import with_program
 
 gpu_compiler = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 TOKENS = jnp.zeros((1, 16), jnp.int32)

@@ -24,7 +24,7 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.adapters import with_adapters
-from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_input
+from jaxpar.sharding.infer_names.infer_dims import with_program, zeros_like_input
 from jaxpar.sharding.names import Blueprint
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 

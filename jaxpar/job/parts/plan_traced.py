@@ -36,7 +36,7 @@ from jaxpar.plan.traced_model import TracedModel
 from jaxpar.plan.traced_shape import ShardAmounts, TracedShape
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, nest, path_of, shard_bytes
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.specs.trace import summed_loss
 from jaxpar.step.numerics import DTYPES

@@ -24,10 +24,9 @@ from jaxpar.parallel.techniques.sharding import SHARDING
 from jaxpar.parallel.techniques.tensor import TENSOR
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.author.rules_in_force import check_rules_in_force
-from jaxpar.sharding.constrain import activation_names
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.constrain import activation_names, with_meanings, with_vocabularies
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.sharding.rules import axes_by_dim_name
-from jaxpar.sharding.vocabularies import with_meanings, with_vocabularies
 from jaxpar.tables import replace_rows
 
 TECHNIQUES: dict[str, Technique] = {

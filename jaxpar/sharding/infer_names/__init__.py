@@ -1,7 +1,7 @@
 """Infers the dim names of unannotated parameters from their use in the model's program.
 
-    a call of the model ──► its jaxpr                                                  trace_call.py
-    jaxpr of the model ──► dims as pieces; dims that the program equates share one        program.py, operations.py
+    a call of the model ──► its jaxpr                                                  infer_dims.py
+    jaxpr of the model ──► dims as pieces; dims that the program equates share one        from_use.py, operations.py
                       └──► the use of each piece: produced, contracted, looked up, mixed  dim_pieces.py
     pieces             ──► names of dims: heads, mlp, vocab, embed, ...                   from_use.py
     paths and shapes   ──► the same by the field's usual layer names, without a program   from_words.py

@@ -26,7 +26,7 @@ from jaxpar.models.islands import MIXTURE, use_islands
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 
 AXIS = "expert"

@@ -9,7 +9,7 @@ import jax
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.place_arrays import place_arrays
-from jaxpar.sharding.infer_names.trace_call import with_program
+from jaxpar.sharding.infer_names.infer_dims import with_program
 from jaxpar.sharding.names import LARGE, Tree
 
 CHAIN = "an optax chain makes updates of gradients while it is traced; its rate is a number, or a function of the step"

@@ -177,5 +177,5 @@ def _cache_reads(variable: nnx.Variable, value: jax.Array) -> Iterator[None]:
 
 
 def _cached_value(path: str, known: jax.Array, _: object) -> jax.Array:
-    """Returns the cached value; takes a path as `at_use` in `nnx.hooks.attach_use` does."""
+    """Returns the cached value; takes a path as `at_use` in `nnx_hooks.attach_use` does."""
     return known

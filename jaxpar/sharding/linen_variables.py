@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.sharding.author.explicit import author_rules
 from jaxpar.sharding.author.value_specs import Spec
-from jaxpar.sharding.calls.norm_axes import without_unbound_axes
-from jaxpar.sharding.linen.parameters import Parameters
-from jaxpar.sharding.linen.streams import Path, recording_sows, split_sown
+from jaxpar.sharding.flax_layers import without_unbound_axes
+from jaxpar.sharding.linen_calls import Parameters, Path, recording_sows, split_sown
 from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx_model import metadata_axes, metadata_names
 from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names

@@ -1,9 +1,17 @@
-"""Replaces methods of an NNX model while a step is traced.
+"""Replaces methods of an NNX model while a step is traced: the model gathers variables where it reads them.
 
-Variable.get_value   of a variable with `at_use`: applies it to the whole value, before any indexing
-Variable.set_value   of such a parameter: refused, except in a layer of ASSIGNING
-model.__call__       returns float32 to the loss: see `cast_output`
-norm.__call__        runs without the axes that no vmap or shard_map binds: see `norm_axes`
+    Variable.get_value   of a variable with `at_use`: applies it to the whole value, before any indexing
+    Variable.set_value   of such a parameter: refused, except in a layer of ASSIGNING
+    model.__call__       returns float32 to the loss: see `cast_output`
+    norm.__call__        runs without the axes that no vmap or shard_map binds: see `flax_layers.py`
+
+To treat another kind of variable differently, edit `attach_use`.
+
+Arrays that a module holds in attributes instead of variables, often tables of positions, are found before any trace:
+
+    self.table = jnp.arange(8)            in a module that is a pytree    data, as Flax treats an array
+    self.tables = (jnp.arange(8), ...)    likewise                        refused: Flax finds no array in it
+    self.table = jnp.arange(8)            with pytree=False               refused: on shapes alone it is lost
 """
 
 import weakref
@@ -14,12 +22,20 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
 from flax import nnx
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.output_dtype import call_in_float32
-from jaxpar.sharding.calls.methods import bind_method, method_overrides, replace_method
-from jaxpar.sharding.calls.norm_axes import names_axes, without_axes, without_unbound_axes
+from jaxpar.sharding.flax_layers import (
+    bind_method,
+    method_overrides,
+    names_axes,
+    replace_method,
+    without_axes,
+    without_unbound_axes,
+)
 
 # Flax's layers that assign parameters of their inner layer in a call and do not restore them: the optimizer then
 # updates the assigned values
@@ -166,3 +182,61 @@ def _call_norm(before: Callable) -> Callable:
             return bind_method(before, self)(*args, **kwargs)
 
     return __call__
+
+
+def mark_arrays(model: object) -> Any:
+    """Marks array attributes of a module as data, and returns the module.
+
+    Flax marks arrays itself, but not the tracers that replace them while a function is traced.
+    """
+    if isinstance(model, nnx.Module):
+        for _, module in nnx.iter_modules(model):
+            for key, value in [*vars(module).items()]:
+                if isinstance(value, jax.core.Tracer):
+                    setattr(module, key, nnx.data(value))
+    return model
+
+
+def check_module(model: nnx.Module, name: str) -> None:
+    """Refuses a module with pytree=False that has an array in an attribute.
+
+    Args:
+      model: The module with tracers; in an abstract module, arrays look like attributes that are shapes.
+      name: The user's name of the model.
+
+    Raises:
+      JaxparError: With the first such attribute.
+    """
+    for path, module in nnx.iter_modules(model):
+        for key, value in vars(module).items() if not module._pytree__is_pytree else ():
+            if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value, is_leaf=_is_flax_node)):
+                raise refuse(
+                    f"{_join_path(path, key)} of {name} holds an array, in a module with pytree=False",
+                    rule="such a module keeps arrays in variables: on shapes alone, Flax finds no other arrays in it",
+                    fix=f"self.{key} = nnx.Variable(...), or class {type(module).__name__}(nnx.Module)",
+                )
+
+
+def check_shapes(abstract: nnx.Module, name: str) -> None:
+    """Refuses an abstract module with an array inside of an attribute that Flax does not search, such as a tuple.
+
+    Raises:
+      JaxparError: If there is such an attribute; the message names the first.
+    """
+    for path, module in nnx.iter_modules(abstract):
+        for key, value in vars(module).items():
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+                raise refuse(
+                    f"{_join_path(path, key)} of {name} is a {type(value).__name__} with an array inside",
+                    rule="a model keeps an array in a variable or an attribute, and several in a Flax container",
+                    fix=f"self.{key} = nnx.data(...), or nnx.List([nnx.Param(...), ...]) if they are trained",
+                )
+
+
+def _join_path(path: tuple, key: str) -> str:
+    return "/".join(map(str, (*path, key)))
+
+
+def _is_flax_node(value: object) -> bool:
+    """Whether a value registers its arrays with Flax itself: a variable or a submodule."""
+    return isinstance(value, nnx.Variable | nnx.Module)
