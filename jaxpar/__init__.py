@@ -55,7 +55,7 @@ _MODULES = {
     "from_nnx": "jaxpar.parallel.compose",
     "add_lora": "jaxpar.parallel.compose",
     "merge_lora": "jaxpar.parallel.compose",
-    "freeze": "jaxpar.optim.freeze",
+    "freeze": "jaxpar.optim.wrappers",
     "constrain": "jaxpar.models.dim_names",
     "attention": "jaxpar.models.islands",
     "mixture": "jaxpar.models.experts",

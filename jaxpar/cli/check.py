@@ -96,7 +96,7 @@ def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> 
     from jaxpar.job.parts.names import vocabulary
     from jaxpar.mesh.devices import simulate, use_cpu_only
     from jaxpar.models.islands import use_islands
-    from jaxpar.models.settings.logits import record_logits
+    from jaxpar.models.settings.computing import record_logits
     from jaxpar.parallel.layout import with_logits, with_note
 
     if args.explain and job.mesh.simulate:

@@ -65,7 +65,7 @@ def run_train(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.parse import load
 
     if args.print_defaults:
-        from jaxpar.models.settings.table import MODELS
+        from jaxpar.models.settings.reference_models import MODELS
 
         print(show_defaults(MODELS))
         return {}, 0

@@ -18,7 +18,7 @@ import optax
 from jax.extend.core import JaxprEqn
 
 from jaxpar.hlo.text import SourceFrame
-from jaxpar.optim import loss_argument
+from jaxpar.optim import step_inputs
 from jaxpar.sharding.names import AGAIN, GRADIENT
 
 _WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
@@ -49,7 +49,7 @@ _LIBRARIES = frozenset(
     "IPython _pytest absl chex diffrax distrax einops equinox etils flax haiku ipykernel jax jaxlib jaxopt jaxtyping "
     "beartype lineax numpy optax optimistix orbax pluggy pytest runpy scipy treescope".split()
 )
-_UPDATE = str(Path(loss_argument.__file__ or ""))  # the one place that asks an optimizer for its updates
+_UPDATE = str(Path(step_inputs.__file__ or ""))  # the one place that asks an optimizer for its updates
 _EXCHANGES = str(_HOME / "exchange") + "/"
 
 

@@ -22,7 +22,7 @@ from jaxpar.job.parts.names import vocabulary
 from jaxpar.job.parts.optimizers import custom_functions
 from jaxpar.mesh.devices import simulate, visible_devices
 from jaxpar.optim import chain
-from jaxpar.optim.loss_argument import rate_follows_steps
+from jaxpar.optim.step_inputs import rate_follows_steps
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.step import Step
 from jaxpar.train.api.train_step import train_step

@@ -54,7 +54,7 @@ from jaxpar.step.evaluation_loss import check_measures, check_names, compute_mea
 from jaxpar.step.gradient_kinds import check_offload, make_gradients
 from jaxpar.step.numerics import DTYPES, Numerics
 from jaxpar.step.per_replica.part_norms import check_parts, num_parts
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 from jaxpar.units import show_bytes
 
 

@@ -25,7 +25,7 @@ from jaxpar.partition.stages import PartitionStage
 from jaxpar.sharding.names import Compute, by_path
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces
-from jaxpar.step.stochastic_loss.loss import carry_key, key_parameter
+from jaxpar.step.stochastic_loss import carry_key, key_parameter
 
 
 def traced_job(job: Job, rows: int) -> TracedPieces:

@@ -55,10 +55,10 @@ from jaxpar.train import loop
 from jaxpar.train.faults import SkippedBatches, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loggers.base import LoggedRun
+from jaxpar.train.memory_explanation import explained_state
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress, say_and_record, waiting
-from jaxpar.train.recovery.out_of_memory import explained_state
 from jaxpar.train.run import Outcome
 from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog import beat

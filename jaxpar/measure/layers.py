@@ -36,7 +36,7 @@ from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take

@@ -16,5 +16,5 @@ Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job
 layers, an island (a function that the step implements).
 
 To add a model: its settings in `settings/`, a file with its module, parameters named by `layers.weight`, and, if jobs
-may name it, a row of `settings/table.REFERENCE_MODELS`. To add an island: see `islands.py`.
+may name it, a row of `settings/reference_models.REFERENCE_MODELS`. To add an island: see `islands.py`.
 """

@@ -1,14 +1,13 @@
-"""Optimizers and learning-rate schedules by name, built from optax; and the noise scales of gradients and updates.
+"""Optimizers and learning-rate schedules by name, built from optax.
 
-`freeze` excludes parameters from training, by `patterns` of their paths.
+`wrappers` freeze parameters, by `patterns` of their paths, let schedules count steps, and update layers separately.
 
 `eval_params`: parameters to evaluate, sample and export if they differ from the trained ones. `muon`: which parameters
 are matrices.
 
 `optax_lookup` looks up other optimizers and schedules of optax, and tries them on shapes.
 
-Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `schedule_steps` (schedules count steps),
-`Growth` (batches that grow), `noise` (temperature of the updates, noise scale of the gradients).
+Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `Growth` (batches that grow).
 """
 
 from importlib import import_module

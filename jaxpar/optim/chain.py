@@ -11,11 +11,11 @@ import optax
 from jax.tree_util import KeyPath
 
 from jaxpar.errors import refuse
-from jaxpar.optim.loss_argument import PLATEAU
 from jaxpar.optim.muon import STACKS, VECTOR, Names
 from jaxpar.optim.optax_lookup import RATES, UserFunctions, call_checked, find_optimizer, find_schedule
 from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer, RateSchedule
-from jaxpar.optim.per_layer import LAYERWISE, per_layer, without_stack_dims
+from jaxpar.optim.step_inputs import PLATEAU
+from jaxpar.optim.wrappers import LAYERWISE, per_layer, without_stack_dims
 
 NONE = UserFunctions()
 MASKS = {"adamw": "mask", "lion": "mask", "lamb": "mask", "lars": "weight_decay_mask"}  # mask of decayed weights

@@ -17,8 +17,8 @@ import optax
 
 from jaxpar.errors import JaxparError, Problem, refuse, suggest, user_code_errors
 from jaxpar.optim.eval_params import eval_arrays
-from jaxpar.optim.loss_argument import PLATEAU, update
 from jaxpar.optim.optimizer import Optimizer
+from jaxpar.optim.step_inputs import PLATEAU, update
 
 RATES = {"polyak_sgd": "max_learning_rate"}  # optimizers whose rate argument is not `learning_rate`
 HIGHEST = ("peak_value", "init_value", "value")  # arguments of optax schedules that are the highest rate

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.traffic import ShardShape, Traffic
-from jaxpar.models.settings.logits import Logits
+from jaxpar.models.settings.computing import Logits
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.placement import Placement, unsplit_note
 from jaxpar.sharding.names import Blueprint, shard_shape

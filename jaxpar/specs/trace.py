@@ -28,7 +28,7 @@ from jaxpar.specs.sequences import sequence_pieces, sequences_split
 from jaxpar.step.line_names import lines_used
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 
 LARGEST = 30_000  # most equations: about a minute. Not a time limit, as all processes of a job must decide the same
 

@@ -13,7 +13,7 @@
     sampling     generates tokens after prompts, with a KV cache
     head/        the next-token loss in chunks, without materializing all logits
     checks/      checks before a step runs
-    stochastic_loss/  gradients of a loss that takes a random key
+    stochastic_loss   gradients of a loss that takes a random key
     gradient_norm  the global gradient norm, with one sum over devices
     evaluation_loss  additional evaluation metrics
     step         the step: its jitted update, which may skip values that are not finite, and its evaluation

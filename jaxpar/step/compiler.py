@@ -24,7 +24,7 @@ from jax.stages import Lowered, Wrapped
 from jaxpar.errors import user_code_errors
 from jaxpar.hlo.flop_share import FlopShare, find_excess, flop_share
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
-from jaxpar.models.settings.logits import record_logits
+from jaxpar.models.settings.computing import record_logits
 from jaxpar.parallel.layout import Layout, with_logits, with_note
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import all_techniques
@@ -34,7 +34,7 @@ from jaxpar.step.checks import precision
 from jaxpar.step.checks.updates import check_dims
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 
 Batch = Mapping[str, Any]
 NO_LIMIT = np.float32(math.inf)  # of the loss, for a guarded update

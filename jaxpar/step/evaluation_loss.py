@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.losses import Sums, as_sums, masked_sum
-from jaxpar.step.stochastic_loss.loss import key_parameter, with_key
+from jaxpar.step.stochastic_loss import key_parameter, with_key
 
 
 def with_measures(loss: Callable, measures: Mapping[str, Callable]) -> Callable:

@@ -10,7 +10,7 @@ from jaxpar.exchange.base import NO_MODEL
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.stochastic_loss.loss import KeyedGradients, carry_key, key_parameter
+from jaxpar.step.stochastic_loss import KeyedGradients, carry_key, key_parameter
 from jaxpar.step.unpipelined import Unpipelined
 
 
@@ -58,7 +58,7 @@ def _make_keyless_gradients(layout: Layout, loss: Callable, numerics: Numerics, 
             fix="pipe=1 and no exchange; or those of Linen, which assign nothing: nn.WeightNorm(nn.Dense(...))",
         )
     if layout.parallel.exchange.per_replica:
-        from jaxpar.step.per_replica.population import PopulationMembers
+        from jaxpar.step.per_replica.member_steps import PopulationMembers
         from jaxpar.step.per_replica.replicas import PerReplica, ensemble_loss, layout_of_replica, synchronous_layout
 
         check_offload(layout, offload=numerics.offload)

@@ -1,8 +1,8 @@
 """The protocol `Gradients`: a step's interface to the code that differentiates its model.
 
-    unpipelined   every device has all layers
-    pipelined/    layers spread over stages; one update per step, or asynchronous updates during it
-    stochastic_loss/  wraps any of them, for a loss that takes a random key
+    unpipelined        every device has all layers
+    pipelined/         layers spread over stages; one update per step, or asynchronous updates during it
+    stochastic_loss    wraps any of them, for a loss that takes a random key
 
 To add a kind: implement `Gradients`, and choose it for its layouts in `gradient_kinds.py`. A kind with one update per
 batch passes its gradients to `apply_gradients`.
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import user_code_errors
-from jaxpar.optim import loss_argument
-from jaxpar.optim.injected import explain_static_arguments
+from jaxpar.optim import step_inputs
+from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import update_specs
 from jaxpar.sharding.names import Tree
@@ -147,8 +147,8 @@ def update_params(
 
     def update(gradients: Tree) -> tuple[Tree, Any]:
         code_guard = user_code_errors("the optimizer's update", rule=CHAIN, fix=TRACED)
-        with code_guard, explain_static_arguments(), loss_argument.explain_missing_arguments():
-            updates, after = loss_argument.update(optimizer, gradients, opt_state, params, loss)
+        with code_guard, explain_static_arguments(), step_inputs.explain_missing_arguments():
+            updates, after = step_inputs.update(optimizer, gradients, opt_state, params, loss)
         # Python numbers in the state become arrays
         after = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), after)
         check_update(updates, after, params=params, old_state=opt_state)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpar.errors import refuse
 from jaxpar.models.auxiliary import ModelSums, collect_sums
 from jaxpar.models.output_dtype import keep_output_dtype
-from jaxpar.models.settings.logits import LARGEST, Logits, add_logits
+from jaxpar.models.settings.computing import LARGEST, Logits, add_logits
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.model_protocol import Head, has_head, read_head, vocab_size
 from jaxpar.step.head.token_sharding import (

@@ -12,7 +12,7 @@ from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.step.step import Step
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 
 
 def model_flop(step: Step, batch: Mapping[str, Any]) -> float:

@@ -15,7 +15,7 @@ from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.replica_mesh import piece_spec
 from jaxpar.exchange.traffic import ShardShape, Traffic, piece_dim
 from jaxpar.optim.eval_params import eval_arrays, eval_params
-from jaxpar.optim.injected import explain_static_arguments
+from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.sharding.names import Tree, path_of, shard_shape

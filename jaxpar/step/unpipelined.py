@@ -48,7 +48,7 @@ from jaxpar.step.overwritten_state import (
     select_paths,
 )
 from jaxpar.step.state import State
-from jaxpar.step.stochastic_loss.loss import StochasticLoss, split_over_examples
+from jaxpar.step.stochastic_loss import StochasticLoss, split_over_examples
 
 LAYOUTS_PARTITIONED = (0, 11)  # before that jax, XLA gathers an array whose layout is constrained
 

@@ -13,7 +13,7 @@ the same ones:
     step   0 1 2 3 4 5 6 ...         step 3 skips 2 batches
     batch  0 1 2 5 6 7 8 ...
 
-If the batch grows, "step" means a draw: one batch of the first phase's size (`jaxpar.optim.growth`).
+If the batch grows, "step" means a draw: one batch of the first phase's size (`jaxpar.optim.optimizer`).
 """
 
 import json

@@ -31,7 +31,7 @@ from jaxpar.data.spec import Batch, Rows, Source, WeightedBatch, select_rows
 from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.optim.growth import Growth
+from jaxpar.optim.optimizer import Growth
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import batch_sharding
 from jaxpar.train.faults import Faults, SkippedBatches

@@ -26,15 +26,14 @@ from jaxpar.step.evaluation_loss import derive_measures, evaluation_names
 from jaxpar.step.memory_error import is_out_of_memory
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
-from jaxpar.step.stochastic_loss.loss import key_parameter
+from jaxpar.step.stochastic_loss import key_parameter
 from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
 from jaxpar.train.incomplete_batches import Totals, weighted_totals
+from jaxpar.train.memory_explanation import name_saved_state
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
-from jaxpar.train.recovery.out_of_memory import name_saved_state
-from jaxpar.train.recovery.roll_back import can_save, check_before_save, roll_back, saves_before_errors, say_saved
-from jaxpar.train.recovery.stop import Stop
+from jaxpar.train.recovery import Stop, can_save, check_before_save, roll_back, saves_before_errors, say_saved
 from jaxpar.train.run import Outcome, Run
 
 IN_FLIGHT = 2

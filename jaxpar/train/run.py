@@ -8,7 +8,7 @@ from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.data.validate import BatchSpec
-from jaxpar.optim.growth import Growth
+from jaxpar.optim.optimizer import Growth
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best

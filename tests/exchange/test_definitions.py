@@ -18,9 +18,9 @@ from jaxpar.exchange.clock.base import Constant, WorkerTimes
 from jaxpar.exchange.clock.stale import Stale
 from jaxpar.exchange.compressed.two_phases import exchange_codes
 from jaxpar.exchange.replica_mesh import ReplicaMesh
-from jaxpar.optim.noise import GradientNoise
 from jaxpar.parallel.techniques.ring_attention.ring import RingDevices, to_heads, to_tokens
 from jaxpar.train import virtual_clock
+from jaxpar.train.noise import GradientNoise
 
 RNG = np.random.default_rng(0)
 

@@ -25,8 +25,8 @@ from jaxpar.job.run import train
 from jaxpar.job.sample import SamplingRequest, sample
 from jaxpar.job.sweep import lineage
 from jaxpar.optim import chain
-from jaxpar.optim.injected import settings
 from jaxpar.optim.optimizer import Optimizer
+from jaxpar.optim.step_inputs import settings
 
 STEPS = 4
 SPEC = Optimizer(name="adamw", warmup=1, weight_decay=0.1, clip=0.5)

@@ -14,7 +14,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.exchange.population.rounds import Evolution, SearchSpace, Swarm
 from jaxpar.job.file import parse
 from jaxpar.job.run import train
-from jaxpar.optim.injected import settings
+from jaxpar.optim.step_inputs import settings
 
 RATES = (1e-3, 3e-3, 1e-2, 0.1, 1.99, 1.9)
 RANGE = {

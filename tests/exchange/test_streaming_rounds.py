@@ -12,7 +12,7 @@ from jaxpar.hlo.replica_groups import attribute_text, axes_of_groups, parse_grou
 from jaxpar.hlo.text import parse
 from jaxpar.hlo.trip_counts import trip_count
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.step.per_replica.rounds import Round
+from jaxpar.step.per_replica.streaming_rounds import Round
 
 STREAMING = jp.Exchange("streaming", every=6, fragments=2, delay=2)
 WHOLE = {"data": 4, "fsdp": 2}

@@ -20,7 +20,7 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.models.huggingface.param_mapping import TABLES
-from jaxpar.models.huggingface.rules import expand
+from jaxpar.models.huggingface.param_rules import expand
 from jaxpar.models.huggingface.safetensors import TensorSource, entries, write
 from jaxpar.models.huggingface.weights import load
 

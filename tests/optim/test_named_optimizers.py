@@ -19,9 +19,9 @@ from jaxpar.job.parts.models import resolve_model
 from jaxpar.job.parts.optimizers import check_optimizer, custom_functions, note_optimizer, resolve_optimizer
 from jaxpar.job.parts.plan_model import needs_jax, planner_model
 from jaxpar.optim import chain
-from jaxpar.optim.loss_argument import rate_follows_steps
 from jaxpar.optim.optax_lookup import LOSS, needs_loss, optimizers, schedules, update_with_loss
 from jaxpar.optim.optimizer import SETTINGS, Optimizer, RateSchedule
+from jaxpar.optim.step_inputs import rate_follows_steps
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.sharding.names import by_path, nest
 from jaxpar.step.losses import next_token_loss

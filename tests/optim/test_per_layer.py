@@ -16,7 +16,7 @@ import jaxpar as jp
 from jaxpar.optim import chain
 from jaxpar.optim.optax_lookup import optimizers
 from jaxpar.optim.optimizer import SETTINGS, Optimizer
-from jaxpar.optim.per_layer import LAYERWISE, per_layer
+from jaxpar.optim.wrappers import LAYERWISE, per_layer
 from jaxpar.parallel.compose import as_blueprint
 
 LAYERS, SCALES = 4, (0.1, 1.0, 3.0, 10.0)

@@ -18,7 +18,7 @@ from jaxpar.job.plan import apply_layout, command, overrides, question
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.blocks import pairs
 from jaxpar.models.blocks.attention_mask import AttentionMask
-from jaxpar.models.settings.logits import Logits
+from jaxpar.models.settings.computing import Logits
 from jaxpar.parallel.layout import per_device
 from jaxpar.parallel.techniques.base import AttentionCall
 from jaxpar.parallel.techniques.context import training_bytes

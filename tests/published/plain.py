@@ -11,7 +11,7 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jaxpar as jp
-from jaxpar.step.stochastic_loss.loss import with_key
+from jaxpar.step.stochastic_loss import with_key
 from published import EXAMPLES
 from published.example import Example
 

@@ -13,7 +13,7 @@ from specs import models
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.models.convolutional import VGG, ResNet
-from jaxpar.models.settings.table import MODELS
+from jaxpar.models.settings.reference_models import MODELS
 from jaxpar.sharding.source_lines import parse_line
 from jaxpar.units import parse_bytes
 

@@ -18,7 +18,7 @@ from jaxpar.cli.main import main
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.custom_gradients import logits
-from jaxpar.models.settings.logits import LARGEST, Logits
+from jaxpar.models.settings.computing import LARGEST, Logits
 from jaxpar.parallel.layout import with_logits
 from jaxpar.sharding.names import Compute
 from jaxpar.step.head.chunks import Chunks, sum_of_losses

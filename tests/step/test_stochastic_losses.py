@@ -16,7 +16,7 @@ import jaxpar as jp
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
-from jaxpar.step.stochastic_loss.loss import key_parameter, with_key
+from jaxpar.step.stochastic_loss import key_parameter, with_key
 
 jp.simulate(8)
 

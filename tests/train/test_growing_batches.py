@@ -17,8 +17,7 @@ from jaxpar.job.build import rates
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
 from jaxpar.job.run import train
-from jaxpar.optim.growth import Growth
-from jaxpar.optim.optimizer import Optimizer
+from jaxpar.optim.optimizer import Growth, Optimizer
 from jaxpar.train.feed import Feed, interleave
 
 JOB = """

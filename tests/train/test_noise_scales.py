@@ -20,9 +20,9 @@ from jaxpar.inspector.compiled import compile_program
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
 from jaxpar.job.run import train
-from jaxpar.optim.noise import GradientNoise, estimate, temperature
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.per_replica.part_norms import part_norm_function
+from jaxpar.train.noise import GradientNoise, estimate, temperature
 
 DIM, BATCH = 16, 32
 MEAN, SPREAD = np.linspace(-0.2, 0.3, DIM), np.linspace(0.5, 1.5, DIM)  # of one example's gradient

@@ -6,7 +6,8 @@
 
 A replica sends its parameter change since the fragment's last sync round, in fp32 or as a code of fewer bits. If each
 step is a program, the delay changes the results but hides no traffic: a step waits for its own collectives. With
-`depart` and `arrive` several steps are one program, and the all-reduce overlaps with them (`step/per_replica/rounds`).
+`depart` and `arrive` several steps are one program, and the all-reduce overlaps with them: see
+`step/per_replica/streaming_rounds.py`.
 """
 
 from collections.abc import Callable, Mapping

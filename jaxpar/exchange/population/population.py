@@ -77,7 +77,7 @@ class Population(Exchange):
         """Returns the members, each with its own settings."""
         import jax.numpy as jnp
 
-        from jaxpar.optim.injected import settings, with_settings
+        from jaxpar.optim.step_inputs import settings, with_settings
 
         defaults = settings(replicas.opt_state, self.values)
         values = {name: jnp.asarray(values, defaults[name].dtype) for name, values in self.values.items()}
@@ -85,7 +85,7 @@ class Population(Exchange):
 
     def settings(self, optimizer: Any) -> "dict[str, jax.Array]":
         """Returns the settings of all members, [member] each, from their optimizer states."""
-        from jaxpar.optim.injected import settings
+        from jaxpar.optim.step_inputs import settings
 
         return settings(optimizer, self.values)
 
@@ -161,7 +161,7 @@ class Pbt(Population):
         import jax.numpy as jnp
 
         from jaxpar.exchange.population.copying import copy_members, replicate
-        from jaxpar.optim.injected import with_settings
+        from jaxpar.optim.step_inputs import with_settings
 
         state, mesh = replicas.exchange_state, between.mesh
         key = jax.random.fold_in(jax.random.key(self.seed), state["met"])

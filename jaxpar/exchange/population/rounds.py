@@ -155,7 +155,7 @@ class Rounds(Population):
         import jax.numpy as jnp
 
         from jaxpar.exchange.population.copying import replicate
-        from jaxpar.optim.injected import with_settings
+        from jaxpar.optim.step_inputs import with_settings
 
         state, space = replicas.exchange_state, SearchSpace(self.within, self.logarithmic)
         scores = replicate(state["each"]["losses"], between.mesh) / _scored_steps(self.every)

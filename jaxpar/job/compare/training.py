@@ -27,7 +27,7 @@ from jaxpar.parallel.layout import Layout, replica_messages, trained_shards
 from jaxpar.step.init_state import init_state
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
-from jaxpar.step.stochastic_loss.loss import key_parameter
+from jaxpar.step.stochastic_loss import key_parameter
 from jaxpar.train import loop, virtual_clock
 from jaxpar.train.feed import Feed
 

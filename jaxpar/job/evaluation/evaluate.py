@@ -34,7 +34,7 @@ from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import counted_unit
 from jaxpar.mesh.devices import simulate, visible_devices
 from jaxpar.models.huggingface.folder import hub_download, is_folder, newest_snapshot
-from jaxpar.optim.freeze import freeze
+from jaxpar.optim.wrappers import freeze
 from jaxpar.step.evaluation_loss import derive_measures
 from jaxpar.step.state import State
 from jaxpar.step.step import Step

@@ -33,7 +33,7 @@ from jaxpar.job.parts.pretrained_start import check_start
 from jaxpar.job.pretrained import start_from_params
 from jaxpar.models.huggingface.config import read_settings
 from jaxpar.models.huggingface.folder import CONFIG, read_config
-from jaxpar.models.settings.table import MODELS
+from jaxpar.models.settings.reference_models import MODELS
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.models.huggingface.config import read_settings
 from jaxpar.models.huggingface.folder import CONFIG, hub_download, is_folder, model_table, newest_snapshot, read_config
-from jaxpar.models.settings.table import MODELS
+from jaxpar.models.settings.reference_models import MODELS
 
 OWN = ("dropout", "scan")  # jaxpar's own settings, absent from config.json; they do not change a trained model
 

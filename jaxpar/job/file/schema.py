@@ -19,8 +19,7 @@ from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.settings.computing import Precision
 from jaxpar.models.settings.fine_tuning import DPO, Adapters
-from jaxpar.optim.growth import Growth, check_phases
-from jaxpar.optim.optimizer import Optimizer
+from jaxpar.optim.optimizer import Growth, Optimizer, check_phases
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.train.faults import Faults
 from jaxpar.train.metrics import Metrics

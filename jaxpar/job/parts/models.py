@@ -18,7 +18,7 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
 from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_table, settings_of
-from jaxpar.models.settings.table import MODELS, REFERENCE_MODELS
+from jaxpar.models.settings.reference_models import MODELS, REFERENCE_MODELS
 from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
@@ -26,7 +26,7 @@ from jaxpar.sharding import linen_model
 from jaxpar.sharding.adapters import with_adapters
 from jaxpar.sharding.infer_names.infer_dims import with_program, zeros_like_input
 from jaxpar.sharding.names import Blueprint
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 
 # Object-valued model settings: a table or an import path becomes the config object that the model expects.
 #

@@ -15,7 +15,7 @@ from jaxpar.job.file.model_folder import unknown_model_problem
 from jaxpar.job.file.parse import validate
 from jaxpar.job.file.schema import Job
 from jaxpar.models.settings.fine_tuning import DPO
-from jaxpar.models.settings.table import MODELS
+from jaxpar.models.settings.reference_models import MODELS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

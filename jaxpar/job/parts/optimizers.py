@@ -12,12 +12,11 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.optim import chain, muon
-from jaxpar.optim.freeze import freeze
-from jaxpar.optim.loss_argument import PLATEAU
 from jaxpar.optim.optax_lookup import SMALL, UserFunctions, check_chain, check_rate, needs_loss
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.patterns import matching
-from jaxpar.optim.schedule_steps import has_schedules
+from jaxpar.optim.step_inputs import PLATEAU
+from jaxpar.optim.wrappers import freeze, has_schedules
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.sharding.names import Blueprint

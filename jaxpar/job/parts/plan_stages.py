@@ -25,7 +25,7 @@ from jaxpar.step.gradient_kinds import make_gradients
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.split_model import Submodules
 from jaxpar.step.pipelined.synchronous import Pipelined
-from jaxpar.step.stochastic_loss.loss import carry_key, key_parameter
+from jaxpar.step.stochastic_loss import carry_key, key_parameter
 
 PIPELINE = Pipeline(keep="residuals", head="last", schedule="1f1b_phased")  # of planned layouts
 

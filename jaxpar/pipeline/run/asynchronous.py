@@ -27,7 +27,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.optim import loss_argument
+from jaxpar.optim import step_inputs
 from jaxpar.pipeline.run.execute import initial_state, run_table, run_tick
 from jaxpar.pipeline.run.program import COLUMNS, Program, TableRow, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
@@ -261,7 +261,7 @@ def stage_update(
         # reduced in float32, then cast to the dtype of the parameters, which the optimizer's state expects
         summed = jax.tree.map(lambda g, p: g.astype(p.dtype), join(*reduce(gradients)), tree)
         square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(summed))
-        updates, state = loss_argument.update(optimizer, summed, state, tree, None)
+        updates, state = step_inputs.update(optimizer, summed, state, tree, None)
         return split(optax.apply_updates(tree, updates)), state, square
 
     return update

@@ -18,7 +18,7 @@ import optax
 from jax import lax
 
 from jaxpar.jaxprs.part_programs import PartProgram
-from jaxpar.optim import loss_argument
+from jaxpar.optim import step_inputs
 from jaxpar.pipeline.run.asynchronous import VERSIONS, VersionPlan
 from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
 from jaxpar.pipeline.run.program import COLUMNS
@@ -165,7 +165,7 @@ class UpdatingBranchTable(BranchTable):
             total = jnp.asarray(sum(jnp.sum(jnp.square(value.astype(jnp.float32))) for value in grads.values()))
             tree, leaves = _full_tree(self.params, params), {**self.arrays.shapes, **arrays, **counts}
             state = jax.tree.unflatten(self.arrays.tree, [_array_or_empty(leaves[name]) for name in self.arrays.names])
-            updates, new_state = loss_argument.update(optimizer, _full_tree(self.params, grads), state, tree, None)
+            updates, new_state = step_inputs.update(optimizer, _full_tree(self.params, grads), state, tree, None)
             new = _flatten(self.params, optax.apply_updates(tree, updates))
             new_arrays = dict(zip(self.arrays.names, jax.tree.leaves(new_state), strict=True))
             return (

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.models.settings.logits import CHUNK, LARGEST
+from jaxpar.models.settings.computing import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
@@ -117,7 +117,8 @@ def host_bytes(shape: Shape, candidate: Candidate) -> Any:
 def logit_chunks(tokens: np.ndarray | float, vocab: np.ndarray | float, software: SoftwareModel) -> Any:
     """Returns the number of chunks in which the loss computes the logits of a device's tokens; 1 if not chunked.
 
-    As `jaxpar.models.settings.logits.Logits`, except for its search for equal chunks. Only jaxpar's program has chunks.
+    As `Logits` of `jaxpar.models.settings.computing`, except for its search for equal chunks. Only jaxpar's program has
+    chunks.
     """
     size = 4.0 * tokens * vocab
     return np.where(software.spmd & np.greater(size, LARGEST), np.ceil(size / CHUNK), 1.0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.models.settings.logits import CHUNK, LARGEST
+from jaxpar.models.settings.computing import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention

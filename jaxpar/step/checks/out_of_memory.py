@@ -2,7 +2,7 @@
 
 XLA's error ─► bytes per device by cause ─► the device's memory ─► the largest three of the possible changes
 state: arithmetic on shapes
-temporary memory: as compiled, by cause if the program can be inspected (`train/recovery`)
+temporary memory: as compiled, by cause if the program can be inspected (`train/memory_explanation.py`)
 """
 
 import re

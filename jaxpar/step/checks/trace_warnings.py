@@ -27,7 +27,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx_hooks import step_hooks
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.stochastic_loss import traceable_loss
 
 AXIS = "expert"
 _RULE, _FIX = "a loss accepts any number of rows", "none is needed: its pairs of rows are not looked for"

@@ -7,5 +7,5 @@
     token_sharding    the sharding of tokens and vocabulary in a step, and the chunks for it
     chunks            the sum of losses over chunks, with a custom backward pass
 
-`models/settings/logits.py` sets how many logits are too many; `losses.next_token_loss` combines these files.
+`models/settings/computing.py` sets how many logits are too many; `losses.next_token_loss` combines these files.
 """

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.models.dim_names import constrain_to, get_spec, spec_axes
-from jaxpar.models.settings.logits import Logits
+from jaxpar.models.settings.computing import Logits
 
 Axes = tuple[str, ...]
 

@@ -23,7 +23,7 @@ from jaxpar.step.gradient_norm import unsharded_norm
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.per_replica.replicas import layout_of_replica
 from jaxpar.step.state import fold_in_number
-from jaxpar.step.stochastic_loss.loss import carry_key, key_parameter
+from jaxpar.step.stochastic_loss import carry_key, key_parameter
 from jaxpar.step.unpipelined import Unpipelined
 
 

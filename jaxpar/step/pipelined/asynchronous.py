@@ -1,7 +1,7 @@
 """Asynchronous updates (PipeDream): during a step, each stage updates the weights that it owns.
 
 A shared parameter belongs to the first or the last stage, whichever reads it. Other stages hold an unused copy, and
-receive the owner's values at the end of the step. Schedules advance once per step: see `optim/schedule_steps.py`.
+receive the owner's values at the end of the step. Schedules advance once per step: see `optim/wrappers.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
-from jaxpar.optim.schedule_steps import advance_schedules, pause_schedules
+from jaxpar.optim.wrappers import advance_schedules, pause_schedules
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import AsynchronousTable, plan_versions, stage_update

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import needed_equations, subfunction
-from jaxpar.optim.schedule_steps import advance_schedules, pause_schedules
+from jaxpar.optim.wrappers import advance_schedules, pause_schedules
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import plan_versions

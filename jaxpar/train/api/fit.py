@@ -54,9 +54,9 @@ from jaxpar.train.lock import Lock
 from jaxpar.train.loggers.base import LoggedRun
 from jaxpar.train.loggers.services import open_logger
 from jaxpar.train.loop import run as train
+from jaxpar.train.memory_explanation import explained_state
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
-from jaxpar.train.recovery.out_of_memory import explained_state
 from jaxpar.train.run import Outcome, Run
 from jaxpar.train.step_trace import StepTrace
 

@@ -3,7 +3,7 @@
     folder ─► rules ─► {path: tensor in a file} ─► jp.init_state(..., params=...) ─► each device reads its own shard
     folder ◄─ rules ◄─ the parameters that jp.model returns ◄─ state after training
 
-Rules: `jaxpar/models/huggingface/rules.py`. jaxpar's own `Decoder` has them: `models/huggingface/param_mapping.py`.
+Rules: `models/huggingface/param_rules.py`. jaxpar's own `Decoder` has them: `models/huggingface/param_mapping.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.models.huggingface.folder import CONFIG, is_folder, read_config
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size
-from jaxpar.models.huggingface.rules import Rule, expand, tensor_shapes
+from jaxpar.models.huggingface.param_rules import Rule, expand, tensor_shapes
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
 from jaxpar.models.huggingface.weights import Tensor, find_entries, float_dtype, shorten, tensor_sources, write_model
 from jaxpar.optim.patterns import has_prefix

@@ -103,7 +103,7 @@ def train_step(
 
 def explain_out_of_memory(step: Step, kind: str, batch: Mapping[str, Any], error: BaseException) -> OutOfMemoryError:
     """Explains that a step is out of memory. The import is here because other steps do not need it."""
-    from jaxpar.train.recovery.out_of_memory import explain_step
+    from jaxpar.train.memory_explanation import explain_step
 
     return explain_step(step, kind, batch, error)
 

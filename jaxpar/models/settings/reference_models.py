@@ -1,4 +1,4 @@
-"""The reference models that a job may name, each with its settings and its class; this imports no model."""
+"""The reference models that a job may name, each with its settings and its class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,9 +1,16 @@
-"""Losses that take a random key: recognized by their signature, and their gradients.
+"""Stochastic losses, `loss(model, batch, key)`, recognized by their signature, and their gradients.
+
+    seed ─► step ─► microbatch ─► key     in training
+    seed ───────────────────────► key     in evaluation: the same key for every batch, after every step
+
+On any layout and any number of processes, the key draws the same numbers for the rows of a microbatch as on one device.
+Each microbatch has its own key, in a pipeline and with `accumulate`. Replicas that compute separately (in a pipeline,
+and between sync rounds) fold their number into the key, as for dropout.
 
     {"model": model_state, "key": key} ─► each microbatch, replica and stage, like the model state
 
-The wrapped `Gradients` needs no change: the key is part of the model state, which microbatches pass on, and whose keys
-differ between replicas that compute separately.
+The wrapped `Gradients` needs no change: the key is part of the model state, which microbatches pass on. To pass a loss
+another value that changes between steps: add an entry in `carry_key`, like the key.
 """
 
 import dataclasses
