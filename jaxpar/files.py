@@ -1,4 +1,7 @@
-"""Writes files atomically, so that a crash cannot leave them half written, hashes them, and recognises a full disk."""
+"""Writes files atomically, so that a crash cannot leave them half written, hashes them, and recognises a full disk.
+
+TOML is parsed at bounded cost: Python's parser is quadratic in the number of words of a dotted key.
+"""
 
 import errno
 import hashlib
@@ -6,13 +9,20 @@ import json
 import os
 import re
 import stat
+import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from jaxpar.errors import refuse
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+LARGEST_TOML = 2**22  # characters of a file
+DEEPEST_TOML = 20  # most words of a dotted key, and nested tables of a job file
+# strings and comments, whose dots do not count
+_TOML_TEXT = re.compile(r'"""(?s:.*?)"""|' r"'''(?s:.*?)'''|" r'"(?:\\.|[^"\\\n])*+"|' r"'[^'\n]*+'|#[^\n]*+")
+_DOTTED_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{DEEPEST_TOML}}}")
 
 
 def check_local(path: str | Path, name: str) -> None:
@@ -164,3 +174,17 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             sync(Path(path) / name)
         sync(Path(path))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses a TOML text.
+
+    Raises:
+      ValueError: If it is not TOML, too long, or has a dotted key of too many words.
+      RecursionError: If its brackets are nested too deeply.
+    """
+    if len(text) > LARGEST_TOML:
+        raise ValueError(f"more than {LARGEST_TOML} characters")
+    if match := _DOTTED_KEY.search(_TOML_TEXT.sub("_", text)):
+        raise ValueError(f"a dotted key of more than {DEEPEST_TOML} words, which begins {match[0]:.40}")
+    return tomllib.loads(text)

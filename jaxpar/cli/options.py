@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar import toml
+from jaxpar import files
 
 
 def add_job(verb: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def simulates_devices(job: str, overrides: Sequence[str]) -> bool:
     """
     values = [word.partition("=")[2].strip() for word in overrides if word.startswith("mesh.simulate=")]
     try:
-        mesh = toml.loads(Path(job).read_text(encoding="utf-8-sig")).get("mesh")
+        mesh = files.parse_toml(Path(job).read_text(encoding="utf-8-sig")).get("mesh")
     except (OSError, ValueError, RecursionError):
         return False
     return values[-1] != "0" if values else isinstance(mesh, dict) and bool(mesh.get("simulate"))

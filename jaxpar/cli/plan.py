@@ -70,9 +70,9 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.parse import load
     from jaxpar.job.parts.plan_model import needs_jax
     from jaxpar.job.plan import apply_layout, command, compiled_chip, question
+    from jaxpar.plan.decision_table import advise
     from jaxpar.plan.pages.html import write
-    from jaxpar.plan.pages.text import page
-    from jaxpar.plan.rules import advise
+    from jaxpar.plan.pages.terminal import page
     from jaxpar.plan.search import search
     from jaxpar.plan.speed import speed
     from jaxpar.plan.validation import agreement, comparison, proposal

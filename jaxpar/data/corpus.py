@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxpar.data.documents.piece import START, DocumentPiece, Place
-from jaxpar.data.documents.plain_text import TextFile, WrongBytes
+from jaxpar.data.documents.plain_text import START, DocumentPiece, Place, TextFile, WrongBytes
 from jaxpar.errors import refuse
 
 BLOCK = 2**22  # bytes per read

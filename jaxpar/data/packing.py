@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxpar.data import packed
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.piece import Place
+from jaxpar.data.documents.plain_text import Place
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.tokenizers.encoders import BuiltinEncoder, Encoder, HuggingFaceEncoder, encode_from, token_settings

@@ -30,7 +30,7 @@ _HOMES = {
     "AsynchronousEasgd": "clock.parameter_servers",
     "mean_staleness": "clock.base",
     "Downpour": "clock.parameter_servers",
-    "Stale": "clock.stale",
+    "Stale": "clock.methods",
     "TwoLevels": "clock.parameter_servers",
     "algorithms": "collectives",
     "programs": "collectives",

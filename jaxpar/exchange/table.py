@@ -11,7 +11,7 @@ from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, AllReduce, Exchange
 from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd, Sign, Ternary
 from jaxpar.exchange.compressed.sparsification import RandomK, Sparse, TopK
-from jaxpar.exchange.low_rank import Factors, PowerSgd
+from jaxpar.exchange.low_rank_gradients import Factors, PowerSgd
 from jaxpar.tables import replace_rows
 
 _DIFFER = Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble

@@ -6,8 +6,7 @@
     provenance       the origin of a value
     attribution      the parameter, or line of the user's code, to which bytes belong
     bytes_accessed   bytes that a kernel reads and writes
-    flop             FLOP of matmuls in the compiled program
-    traced_flop      FLOP of matmuls in the traced program
+    flop             FLOP of matmuls in the compiled and in the traced program
     flop_share       matmuls that a device computes beyond its share, and the lines that cause them
     branches         refuses collectives in branches that different devices may take: they would wait for each other
 

@@ -14,10 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.hlo.flop import hardware_flop, op_flop, parse_matmuls
+from jaxpar.hlo.flop import hardware_flop, op_flop, parse_matmuls, ragged_groups, traced_matmuls
 from jaxpar.hlo.source_frames import user_frame
 from jaxpar.hlo.text import Module, SourceFrame, parse
-from jaxpar.hlo.traced_flop import ragged_groups, traced_matmuls
 from jaxpar.hlo.trip_counts import walk
 from jaxpar.models.islands import MIXTURE
 from jaxpar.units import show_count

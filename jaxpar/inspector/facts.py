@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.flop import Flop
-from jaxpar.html.drawings import Card
+from jaxpar.html.charts import Card
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import Share
 from jaxpar.inspector.pages.pipeline import facts

@@ -13,7 +13,7 @@ from jaxpar.errors import refuse, user_code_errors
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.flop_share import FlopShare
 from jaxpar.hlo.text import BITS
-from jaxpar.html.drawings import Card
+from jaxpar.html.charts import Card
 from jaxpar.pipeline.tables.schedule import Schedule
 
 ROLES = ("parameters", "optimizer state", "other state", "batch", "arguments")

@@ -18,7 +18,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxpar import toml
+from jaxpar import files
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.mesh.chips import Chip
 from jaxpar.units import parse_bytes
@@ -84,7 +84,7 @@ def read_chip_tables(path: Path) -> dict[str, Any]:
     example = "[chip] with " + ", ".join(KEYS)
     rule, fix = "a chip is a TOML file", f"a file with {example}"
     try:
-        parsed = toml.loads(path.read_text(encoding="utf-8"))
+        parsed = files.parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise refuse(f"the chip of {path}: {error.strerror}", rule=rule, fix=fix) from error
     except (ValueError, RecursionError) as error:

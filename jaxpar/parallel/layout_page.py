@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar.html.drawings import axes_table, section
+from jaxpar.html.charts import axes_table, section
 from jaxpar.html.markup import Markup, heading, in_ascii, join, style, tag, tile
 from jaxpar.mesh.axes import AXES, coordinates, nodes_of_axes
 from jaxpar.mesh.chips import Chip, find_chip

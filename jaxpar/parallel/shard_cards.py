@@ -13,7 +13,7 @@ from math import prod
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.html.drawings import Card, Shard
+from jaxpar.html.charts import Card, Shard
 from jaxpar.html.markup import Markup, table, tag
 from jaxpar.mesh.axes import batch_axes, coordinates
 from jaxpar.models.dim_names import SPATIAL

@@ -5,7 +5,7 @@
 `jp.plan` is this package, which is callable: it calls `jaxpar.job.plan_api.plan` with a job (or a step made in
 Python), GPUs and their links, and returns a plan that prints itself, and displays itself in a notebook.
 
-    pages/        a plan as text, HTML and bars             rules          published rules of thumb
+    pages/        a plan as text, HTML and bars             decision_table published rules of thumb
     search        ranks all legal layouts                   memory, time   bytes and seconds, by cause
     techniques/   bytes and seconds that each one adds      model/         a decoder's shape, or a traced model
     traced_*      the shape, the bytes and the seconds of a model that is no decoder

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.hlo.traced_flop import forward_flop
+from jaxpar.hlo.flop import forward_flop
 from jaxpar.models.experts import active_experts
 from jaxpar.models.islands import use_islands
 from jaxpar.sharding.author.explicit import sharding_translation

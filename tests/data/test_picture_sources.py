@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.cli.main import main
-from jaxpar.data.images import listing
+from jaxpar.data.images import source as picture_source
 from jaxpar.data.images.config import ImageConfig
 from jaxpar.data.images.digits import write_digits
 from jaxpar.data.images.pixels import pixels, random_box
@@ -157,8 +157,8 @@ def test_an_index_is_built_once_and_anew_for_other_files(tmp_path, monkeypatch):
     prints = [opened(tmp_path / kind).fingerprint for kind in ("tar", "parquet")]
     calls = []
     for name in ("list_tars", "copy_pictures"):
-        function = getattr(listing, name)
-        monkeypatch.setattr(listing, name, lambda *args, function=function: calls.append(1) or function(*args))
+        function = getattr(picture_source, name)
+        monkeypatch.setattr(picture_source, name, lambda *args, function=function: calls.append(1) or function(*args))
     assert [opened(tmp_path / kind).fingerprint for kind in ("tar", "parquet")] == prints
     assert not calls
     next((tmp_path / "data").glob("*.bin")).unlink()

@@ -8,7 +8,7 @@ import pytest
 from tokenizing import llama3
 
 import jaxpar as jp
-from jaxpar.data.documents.piece import START
+from jaxpar.data.documents.plain_text import START
 from jaxpar.data.documents.preference_rows import PreferenceCorpus
 from jaxpar.data.tokenizers.encoders import load
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer

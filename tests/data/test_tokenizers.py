@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.data import corpus, packed, packing
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.piece import START, DocumentPiece
+from jaxpar.data.documents.plain_text import START, DocumentPiece
 from jaxpar.data.tokenizers import encoders
 from jaxpar.data.tokenizers.chat_template import conversation, load_template
 from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder, encode_documents

@@ -10,7 +10,8 @@ import pytest
 from lockstep import evaluated, messages, traced
 
 from jaxpar.cli.main import main
-from jaxpar.exchange.collectives import algorithms, rooted
+from jaxpar.exchange.collectives import algorithms
+from jaxpar.exchange.collectives.algorithms import padded_size, split_part
 from jaxpar.exchange.collectives.executor import deliver
 from jaxpar.exchange.collectives.programs import (
     OWN,
@@ -24,7 +25,6 @@ from jaxpar.exchange.collectives.programs import (
     scatter,
     send,
 )
-from jaxpar.exchange.collectives.rooted import padded_size, split_part
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
 
@@ -161,7 +161,7 @@ def test_a_collective_is_shown_message_by_message(capsys):
 def test_the_root_of_data_parallel_sends_r_times_what_a_device_of_ddp_does(group):
     """All passes through one device: (R - 1) (w + logits) each way, beside 2 (R - 1) / R w of a ring's devices."""
     weights, logits = 64, 3
-    rounds = rooted.data_parallel(range(group), (0, weights), (weights, weights + group * logits))
+    rounds = algorithms.data_parallel(range(group), (0, weights), (weights, weights + group * logits))
     held = np.random.default_rng(0).integers(-99, 99, (group, 2 * weights + group * logits))
     after = deliver(rounds, held)
     assert (after[:, :weights] == held[0, :weights]).all()

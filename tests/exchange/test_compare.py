@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.clock.stale import Stale
-from jaxpar.html.drawings import ticks
+from jaxpar.exchange.clock.methods import Stale
+from jaxpar.html.charts import ticks
 from jaxpar.job.compare.methods import fit_batch, parse
 from jaxpar.job.file.parse import loads
 

@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.checkpoint.saved_replicas import convert
 from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.clock.base import Constant, WorkerTimes
-from jaxpar.exchange.clock.stale import Stale
+from jaxpar.exchange.clock.methods import Stale
 from jaxpar.exchange.compressed.two_phases import exchange_codes
 from jaxpar.exchange.replica_mesh import ReplicaMesh
 from jaxpar.parallel.techniques.ring_attention.ring import RingDevices, to_heads, to_tokens

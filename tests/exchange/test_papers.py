@@ -27,8 +27,8 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.exchange.averaging.streaming import CODES
 from jaxpar.exchange.clock.base import Exponential, WorkerTimes
+from jaxpar.exchange.clock.methods import Backup, Stale
 from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
-from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.population.population import Pbt
 from jaxpar.train import virtual_clock
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.population.rounds import Evolution, SearchSpace, Swarm
+from jaxpar.exchange.population.search_rounds import Evolution, SearchSpace, Swarm
 from jaxpar.job.file import parse
 from jaxpar.job.run import train
 from jaxpar.optim.step_inputs import settings

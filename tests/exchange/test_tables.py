@@ -13,9 +13,8 @@ from pairwise import some
 
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.collectives import algorithms
-from jaxpar.exchange.collectives.algorithms import ALL_REDUCE
+from jaxpar.exchange.collectives.algorithms import ALL_REDUCE, Message, padded_size, split_part
 from jaxpar.exchange.collectives.executor import check_all_reduce, deliver, permutes, run_rounds
-from jaxpar.exchange.collectives.rooted import Message, padded_size, split_part
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
 

@@ -28,8 +28,8 @@ from jaxpar.exchange.clock.base import (
     mean_staleness,
     parse,
 )
+from jaxpar.exchange.clock.methods import Backup, Stale
 from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd, Downpour, TwoLevels
-from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import Collective

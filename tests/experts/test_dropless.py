@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import jaxpar as jp
-from jaxpar.hlo.traced_flop import forward_flop
+from jaxpar.hlo.flop import forward_flop
 from jaxpar.models.blocks.dispatch import assign_slots
 from jaxpar.models.settings.experts import ExpertsConfig
 from jaxpar.parallel.techniques.expert_slots import in_blocks

@@ -21,10 +21,9 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.attribution import ArrayCauses
-from jaxpar.hlo.flop import hardware_flop
+from jaxpar.hlo.flop import forward_flop, hardware_flop
 from jaxpar.hlo.replica_groups import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 from jaxpar.hlo.text import BITS, HloArray, SourceFrame, arrays, parse
-from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.hlo.trip_counts import trip_count, walk
 from jaxpar.inspector.ledger import collectives
 from jaxpar.mesh.collective import KINDS, wire_bytes

@@ -22,8 +22,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.collectives import algorithms
-from jaxpar.exchange.collectives.algorithms import seconds, traffic_seconds
-from jaxpar.exchange.collectives.rooted import padded_size
+from jaxpar.exchange.collectives.algorithms import padded_size, seconds, traffic_seconds
 from jaxpar.exchange.replica_mesh import mean_traffic
 from jaxpar.exchange.table import with_exchange
 from jaxpar.job.check import check

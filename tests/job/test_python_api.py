@@ -15,7 +15,7 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.cli.main import main
 from jaxpar.job import plan_api
 from jaxpar.job.report.read import read
-from jaxpar.plan.pages.text import page
+from jaxpar.plan.pages.terminal import page
 from jaxpar.train.api.fit_inputs import open_fit_data
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from pairwise import some
 from test_schedule import grid
 
-from jaxpar.hlo.traced_flop import forward_flop
+from jaxpar.hlo.flop import forward_flop
 from jaxpar.jaxprs.split_backward import halves
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import POLICIES

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.hlo.flop import op_flop
-from jaxpar.hlo.traced_flop import equation_flop
+from jaxpar.hlo.flop import equation_flop, op_flop
 from jaxpar.hlo.trip_counts import trip_count
 from jaxpar.inspector import report
 from jaxpar.mesh.chips import CHIPS

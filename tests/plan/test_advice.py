@@ -12,12 +12,12 @@ from pairwise import some
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.plan.decision_table import RULES, Situation, advise, situation_of
 from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.rules import RULES, Situation, advise, situation_of
 from jaxpar.plan.search import MARGIN, Question, search
 
 H100 = HARDWARE["h100"]

@@ -31,7 +31,7 @@ from jaxpar.plan.model.layer_bytes import logit_chunks
 from jaxpar.plan.model.layer_time import attention, block
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.pages.html import write as html
-from jaxpar.plan.pages.text import page
+from jaxpar.plan.pages.terminal import page
 from jaxpar.plan.search import describe, predict, search
 from jaxpar.plan.techniques.auto_context import choose_form
 from jaxpar.plan.techniques.context import LayerAttention, gather_collectives

@@ -21,11 +21,11 @@ from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.timeline import replay
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.decision_table import advise
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.rules import advise
 from jaxpar.plan.search import Question, search
 from jaxpar.plan.techniques.pipe import send
 from jaxpar.plan.techniques.sharding import collective_count, fsdp_seconds

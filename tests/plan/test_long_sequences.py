@@ -19,7 +19,7 @@ from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
 from jaxpar.plan.pages.html import write
-from jaxpar.plan.pages.text import hopeless, page
+from jaxpar.plan.pages.terminal import hopeless, page
 from jaxpar.plan.search import Question, search
 from jaxpar.plan.speed import LOW, WAITING, improvements, speed
 

@@ -21,10 +21,9 @@ from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape, masked_flop, step_flop
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.pages.bars import BYTES, bars, lengths, styles
 from jaxpar.plan.pages.html import write
 from jaxpar.plan.pages.pareto_svg import PlotFrame, kinds, memory_ticks, thinned, time_ticks
-from jaxpar.plan.pages.text import page, smaller_layouts
+from jaxpar.plan.pages.terminal import BYTES, bars, lengths, page, smaller_layouts, styles
 from jaxpar.plan.search import Question, describe, search
 from jaxpar.plan.sensitivity import pareto
 from jaxpar.plan.validation import CompiledLayout

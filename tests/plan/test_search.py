@@ -27,7 +27,7 @@ from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.memory import memory
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.pages.text import page
+from jaxpar.plan.pages.terminal import page
 from jaxpar.plan.search import Question, complexity, describe, predict, search
 from jaxpar.plan.speed import speed
 from jaxpar.plan.techniques.pipe import tables

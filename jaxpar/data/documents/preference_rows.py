@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.data.documents.piece import START, DocumentPiece, Place
+from jaxpar.data.documents.plain_text import START, DocumentPiece, Place
 from jaxpar.data.documents.row_files import TOOLS, RowCorpus, read_rows
 from jaxpar.data.tokenizers.chat_template import ChatTemplate, conversation, preview
 from jaxpar.errors import refuse

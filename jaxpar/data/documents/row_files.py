@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.piece import (
+from jaxpar.data.documents.plain_text import (
     START,
     DocumentPiece,
     Place,
     ReplacedCharacters,
     decode,
     may_have_surrogates,
+    open_lines,
     replace_surrogates,
 )
-from jaxpar.data.documents.plain_text import open_lines
 from jaxpar.data.tokenizers.chat_template import ChatTemplate, conversation, preview
 from jaxpar.errors import refuse
 

@@ -7,5 +7,5 @@
 Nouns: `ImageConfig` (the table `[data.images]`), `Entries` and their `Index` (file, offset, size and label of every
 picture), a `Crop` box, `Images` (the source).
 
-To add a format: a function that returns `Entries`, and a line in `listing.open_index`.
+To add a format: a function that returns `Entries`, and a line in `source.open_index`.
 """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.piece import START, DocumentPiece, Place
+from jaxpar.data.documents.plain_text import START, DocumentPiece, Place
 from jaxpar.data.documents.row_files import RowCorpus
 from jaxpar.data.packed import dtype_of, set_flags
 from jaxpar.data.spec import OURS, Data

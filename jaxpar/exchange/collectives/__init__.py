@@ -1,8 +1,8 @@
 """Collectives as tables of messages, which run on devices and have a price in seconds.
 
-    rooted      messages, and collectives with a root: send, broadcast, reduce, gather, scatter
-    algorithms  collectives without a root: all-gather, reduce-scatter, all-to-all, and all-reduces by ring, halving,
-                butterfly, tree and in two levels; seconds of a table
+    algorithms  messages; collectives with a root: send, broadcast, reduce, gather, scatter; without one: all-gather,
+                reduce-scatter, all-to-all, and all-reduces by ring, halving, butterfly, tree and in two levels;
+                seconds of a table
     executor    runs a table on devices: every round is a `ppermute`
     programs    all collectives by name, for arrays of any shape inside `shard_map`; prints a table and its effect on
                 devices

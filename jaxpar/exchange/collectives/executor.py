@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.collectives.rooted import Message, Round
+from jaxpar.exchange.collectives.algorithms import Message, Round
 
 Permute = list[Message]
 

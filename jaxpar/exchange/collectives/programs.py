@@ -18,17 +18,17 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.exchange.collectives import algorithms, rooted
+from jaxpar.exchange.collectives import algorithms
+from jaxpar.exchange.collectives.algorithms import Part, Round, padded_size
 from jaxpar.exchange.collectives.executor import run_rounds
-from jaxpar.exchange.collectives.rooted import Part, Round, padded_size
 
 Table = Callable[[Sequence[int], Part], list[Round]]
 TABLES: dict[str, Table] = {
-    "send": rooted.send,
-    "broadcast": rooted.broadcast,
-    "reduce": rooted.reduce,
-    "gather": rooted.gather,
-    "scatter": rooted.scatter,
+    "send": algorithms.send,
+    "broadcast": algorithms.broadcast,
+    "reduce": algorithms.reduce,
+    "gather": algorithms.gather,
+    "scatter": algorithms.scatter,
     "all_gather": algorithms.all_gather,
     "reduce_scatter": algorithms.reduce_scatter,
     "all_to_all": algorithms.all_to_all,
@@ -42,29 +42,29 @@ _WIDE = 12  # maximum elements shown per device
 def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.Array:
     """Returns the source's x on the target; x is unchanged on other devices. A target of -1 is the last device."""
     count = jax.lax.axis_size(axis)
-    return _run(rooted.send([source % count, target % count], (0, x.size)), x, axis)
+    return _run(algorithms.send([source % count, target % count], (0, x.size)), x, axis)
 
 
 def broadcast(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x on every device."""
-    return _run(rooted.broadcast(_devices_from(root, axis), (0, x.size)), x, axis)
+    return _run(algorithms.broadcast(_devices_from(root, axis), (0, x.size)), x, axis)
 
 
 def reduce(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the sum of x over devices on the root; x is unchanged on other devices."""
-    return _select_on(root, _run(rooted.reduce(_devices_from(root, axis), (0, x.size)), x, axis), x, axis)
+    return _select_on(root, _run(algorithms.reduce(_devices_from(root, axis), (0, x.size)), x, axis), x, axis)
 
 
 def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns all devices' x on the root, zeros on other devices. Shape [devices, ...]."""
     ranks = _devices_from(root, axis)
-    entries = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _as_entry(x, axis, first=root), axis)
+    entries = _run(algorithms.gather(ranks, (0, len(ranks) * x.size)), _as_entry(x, axis, first=root), axis)
     return _select_on(root, jnp.roll(entries, root, axis=0), jnp.zeros_like(entries), axis)
 
 
 def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x[i] on the i-th device. x: [devices, ...]."""
-    entries = _run(rooted.scatter(_devices_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
+    entries = _run(algorithms.scatter(_devices_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
     return _entry_of_this_device(entries, axis, first=root)
 
 

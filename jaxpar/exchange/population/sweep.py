@@ -19,7 +19,7 @@ from typing import Any, Literal
 from jaxpar.errors import JaxparError, Problem, check_ranges, refuse, suggest
 from jaxpar.exchange.base import STEPS
 from jaxpar.exchange.population.population import Pbt, Population, check_factors
-from jaxpar.exchange.population.rounds import Evolution, Swarm
+from jaxpar.exchange.population.search_rounds import Evolution, Swarm
 from jaxpar.optim.optimizer import SWEPT, Optimizer
 
 RANGES = ("uniform", "log_uniform")

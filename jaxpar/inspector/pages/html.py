@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 
 from jaxpar.hlo.attribution import Argument
-from jaxpar.html.drawings import section as pieces
+from jaxpar.html.charts import section as pieces
 from jaxpar.html.markup import (
     HOW,
     Markup,

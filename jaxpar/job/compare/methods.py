@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock.base import SimulatedRun
+from jaxpar.exchange.clock.methods import SIMULATED, parse_method
 from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd
-from jaxpar.exchange.clock.table import SIMULATED, parse_method
 from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.html.drawings import Line, chart
+from jaxpar.html.charts import Line, chart
 from jaxpar.html.markup import badge, document, table, tag
 from jaxpar.job.compare.training import Curve
 from jaxpar.units import show_bytes, show_count, show_seconds

@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 
-from jaxpar import toml
+from jaxpar import files
 from jaxpar.errors import FEW, JaxparError, Problem, first_problems, refuse, suggest
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.table import EXCHANGES
@@ -63,7 +63,7 @@ def load_with_problems(
     try:
         path = Path(path)
         with path.open(encoding="utf-8-sig") as file:  # bounded: a device or a pipe may have no end
-            text = file.read(toml.LARGEST + 1)
+            text = file.read(files.LARGEST_TOML + 1)
     except (OSError, TypeError) as error:
         reason = getattr(error, "strerror", error)
         raise refuse(f"job file {path!s:.200}: {reason}", rule="a job is a TOML file", fix=way_out) from error
@@ -77,15 +77,15 @@ def load_with_problems(
 
 def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool) -> tuple[Job | None, list[Problem]]:
     try:
-        raw = toml.loads(text)
+        raw = files.parse_toml(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, or unbounded nesting
         way_out = 'key = value under [section]; text in "quotes"'
         raise refuse(f"{name}: {error}", rule="a job is TOML", fix=way_out) from error
     items = [overrides] if isinstance(overrides, str) else overrides
     problems = [problem for override in items for problem in _override(raw, override)]
     if _is_deep(raw):
-        got = f"{name}: more than {toml.DEEPEST} tables in each other"
-        raise refuse(got, rule="a job is sections of keys", fix=f"at most {toml.DEEPEST} in each other")
+        got = f"{name}: more than {files.DEEPEST_TOML} tables in each other"
+        raise refuse(got, rule="a job is sections of keys", fix=f"at most {files.DEEPEST_TOML} in each other")
     if huge := next(_huge(raw), None):
         raise refuse(
             f"{name}: an integer of {huge} bits",
@@ -99,7 +99,7 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
 
 def _is_deep(raw: dict[str, Any]) -> bool:
     level: list[Any] = [raw]
-    for _ in range(toml.DEEPEST):
+    for _ in range(files.DEEPEST_TOML):
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
         level = [item for item in level if isinstance(item, (dict, list))]
     return bool(level)
@@ -137,7 +137,7 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
                 )
             ]
     try:
-        (table[words[-1]],) = toml.loads(f"value = {value}").values()  # one value: not two lines of TOML
+        (table[words[-1]],) = files.parse_toml(f"value = {value}").values()  # one value: not two lines of TOML
     except (ValueError, RecursionError):
         table[words[-1]] = value.strip()
     return []

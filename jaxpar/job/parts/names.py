@@ -174,8 +174,8 @@ def check_pictures(job: Job) -> None:
     Raises:
       JaxparError: If there are none, or the model has other channels, another size or fewer classes.
     """
-    from jaxpar.data.images.listing import peek
     from jaxpar.data.images.pixels import pillow
+    from jaxpar.data.images.source import peek
 
     pillow()
     index, _ = peek(job.data)
@@ -204,13 +204,13 @@ def describe_pictures(job: Job) -> str:
     """Describes the pictures of a job and their classes in a line; "" for other data."""
     if job.data.source != "images":
         return ""
-    from jaxpar.data.images.listing import peek
+    from jaxpar.data.images.source import peek
 
     return peek(job.data)[1]
 
 
 def has_validation(job: Job) -> bool:
     """Whether the pictures come with a split for validation."""
-    from jaxpar.data.images.listing import has_val
+    from jaxpar.data.images.source import has_val
 
     return has_val(job.data)

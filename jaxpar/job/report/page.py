@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError
-from jaxpar.html.drawings import Line, axes_table, chart, section
+from jaxpar.html.charts import Line, axes_table, chart, section
 from jaxpar.html.markup import Markup, badge, document, table, tag, tile
 from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxpar import toml
+from jaxpar import files
 from jaxpar.checkpoint import report as checkpoints
 from jaxpar.errors import JaxparError, file_errors, refuse
-from jaxpar.html.drawings import Card
+from jaxpar.html.charts import Card
 from jaxpar.job.report import kernel_times
 from jaxpar.job.report.kernel_times import StepProfile
 
@@ -249,7 +249,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return toml.loads(path.read_text(encoding="utf-8"))
+        return files.parse_toml(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise _unreadable_error(path, f"it is no TOML: {error}", f"mv {path} {path}.damaged") from error
 

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpar.hlo.traced_flop import matmul_flop
+from jaxpar.hlo.flop import matmul_flop
 
 _MOVES = frozenset(
     "all_gather all_to_all axis_index bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy "

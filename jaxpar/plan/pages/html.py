@@ -24,9 +24,19 @@ from jaxpar.html.markup import (
     tile,
 )
 from jaxpar.plan.measurements.error_estimate import expected_error
-from jaxpar.plan.pages.bars import bytes_class, css, seconds_class
 from jaxpar.plan.pages.pareto_svg import scatter
-from jaxpar.plan.pages.text import batch_of, hopeless, host_memory, page, rank_reason, smaller_layouts, spare
+from jaxpar.plan.pages.terminal import (
+    batch_of,
+    bytes_class,
+    css,
+    hopeless,
+    host_memory,
+    page,
+    rank_reason,
+    seconds_class,
+    smaller_layouts,
+    spare,
+)
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.plan.speed import cost, speed
 from jaxpar.plan.validation import CompiledLayout

@@ -30,8 +30,16 @@ from jaxpar.plan.model.layer_time import attention, scores
 from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.model.splits import split_sizes, traffic
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, divisors, up_to
-from jaxpar.plan.techniques.split_traffic import split_traffic, why_no_split
+from jaxpar.plan.techniques.base import (
+    BYTES,
+    PlanTechnique,
+    SentCollective,
+    Settings,
+    divisors,
+    split_traffic,
+    up_to,
+    why_no_split,
+)
 
 # tokens of a row from which a search tries Ulysses, and above which also rings; `crossover` has where they are faster
 SHORT, LONG = 4096, 8192

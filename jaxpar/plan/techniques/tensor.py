@@ -16,8 +16,16 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.model.splits import split_sizes
-from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, divisors, up_to
-from jaxpar.plan.techniques.split_traffic import split_traffic, why_no_split
+from jaxpar.plan.techniques.base import (
+    BYTES,
+    PlanTechnique,
+    SentCollective,
+    Settings,
+    divisors,
+    split_traffic,
+    up_to,
+    why_no_split,
+)
 
 
 def sizes(model: Any, rows: int, choices: Choices) -> list[int]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import refuse, suggest
+from jaxpar.hlo.flop import matmul_flop, traced_matmuls
 from jaxpar.hlo.source_frames import equation_frame, is_update_equation
 from jaxpar.hlo.text import SourceFrame
-from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
 from jaxpar.models.settings.computing import Precision
 
 if TYPE_CHECKING:  # a plain step loads no pipeline

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.hlo.traced_flop import equation_flop
+from jaxpar.hlo.flop import equation_flop
 from jaxpar.jaxprs.dataflow import CALLS, REMAT, PrunedJaxpr, Traced, inline_calls, split_groups
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.part_programs import Inputs, JaxprCut, PartProgram, state_of_parameters

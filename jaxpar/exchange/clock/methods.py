@@ -1,4 +1,4 @@
-"""Simulates asynchronous, stale-synchronous and backup workers on a virtual clock.
+"""Simulates asynchronous, stale-synchronous and backup workers on a virtual clock, and names all simulated methods.
 
     worker 0  read v0 ──────► push ─► read v1 ───────► push
     worker 1  read v0 ───────────────────► push ─► read v2 ...
@@ -7,14 +7,17 @@
 A worker reads, computes, pushes, and reads again. When a worker reads, the server first updates the parameters by the
 mean of the gradients pushed since its last update (Ho et al. take their sum, which needs a learning rate smaller by
 their number). If no worker waits, this is one gradient; if all wait for all, it is the mean of all: a synchronous step.
+
+`SIMULATED` has the methods by name, each with the setting that a number after a colon sets: `ssp:3`.
 """
 
 import heapq
 import itertools
 from dataclasses import dataclass, field
 
-from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.clock.base import Push, Update, WorkerTimes
+from jaxpar.errors import JaxparError, check_ranges, refuse
+from jaxpar.exchange.clock.base import Push, SimulatedRun, Update, WorkerTimes
+from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd, Downpour, TwoLevels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,3 +158,34 @@ class Backup:
             for worker in sorted(push.worker for push in pushes):
                 read(clock, worker)
         return updates
+
+
+# name to the class and the setting that a number after the colon sets; "" for none
+SIMULATED = {
+    "async": (Stale, ""),
+    "ssp": (Stale, "bound"),
+    "backup": (Backup, "extra"),
+    "downpour": (Downpour, "shards"),
+    "servers": (TwoLevels, "servers"),
+    "async-easgd": (AsynchronousEasgd, "every"),
+}
+
+
+def parse_method(name: str, number: str) -> SimulatedRun | AsynchronousEasgd:
+    """Constructs the method with this name and number, such as `ssp` and 3.
+
+    Raises:
+      JaxparError: If the number cannot be parsed, or is out of its range.
+    """
+    kind, key = SIMULATED[name]
+    example = f"{name}:3" if key else name
+    if bool(key) != bool(number):
+        raise refuse(f"method {name}{':' * bool(number)}{number}", rule=f"it is written {example}", fix=example)
+    if not key:
+        return kind(name=name)
+    try:
+        return kind(name=name, **{key: int(number)})
+    except JaxparError:
+        raise
+    except ValueError as error:
+        raise refuse(f"method {name}:{number}", rule=f"{key} is a whole number", fix=example) from error
