@@ -24,7 +24,7 @@ import optax
 import jaxpar as jp
 from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.memory import total
+from jaxpar.inspector.memory_causes import total
 from jaxpar.measure.record import commit, versions
 from jaxpar.models.islands import override_cudnn
 from jaxpar.plan.candidate import Candidate

@@ -63,7 +63,7 @@ def _add_compare(inner) -> None:
 def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains the job with each method, prints a row per method and writes the page."""
     from jaxpar.exchange.clock.base import WorkerTimes, parse
-    from jaxpar.job.compare import methods
+    from jaxpar.job.compare import parse_methods
     from jaxpar.job.file.parse import load
     from jaxpar.mesh.chips import Link
     from jaxpar.units import parse_rate, show_seconds
@@ -72,9 +72,9 @@ def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     link = Link(latency=5e-6, bandwidth=parse_rate(args.between))
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     times = WorkerTimes(law=parse(args.delays), compute=args.compute, seed=job.train.seed)
-    selected_methods = methods.parse(args.methods, job)
+    selected_methods = parse_methods.parse(args.methods, job)
 
-    from jaxpar.job.compare import page, training
+    from jaxpar.job.compare import curves_page, training
     from jaxpar.mesh.devices import simulate
 
     if job.mesh.simulate:
@@ -86,11 +86,11 @@ def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
         print(f"{method.name}: loss {curve.loss[-1]:.4f}, eval loss {curve.eval_loss:.4f}, "
               f"{show_seconds(curve.seconds[-1])} on the virtual clock", flush=True)  # fmt: skip
         curves.append(curve)
-    print(f"\n{page.text(curves)}")
+    print(f"\n{curves_page.text(curves)}")
     title = f"{Path(args.job).stem}: how {training.replicas(job)} replicas agree"
     link_note = f"{args.between} per second between them, with 5 us before the first byte"
     Path(args.html).write_text(
-        page.render(curves, title=title, law=args.delays, compute=args.compute, link_note=link_note)
+        curves_page.render(curves, title=title, law=args.delays, compute=args.compute, link_note=link_note)
     )
     print(f"page: {args.html}")
     return {"curves": [curve.to_dict() for curve in curves]}, 0
@@ -119,12 +119,12 @@ def run_hogwild(args: argparse.Namespace) -> tuple[Any, int]:
 
     from dataclasses import asdict
 
-    from jaxpar.job.compare import hogwild
+    from jaxpar.job.compare import thread_races
     from jaxpar.units import show_seconds
 
     rows = []
     print("threads      loss  eval loss       time  updates/s  staleness  elements written by an update", flush=True)
-    for row in hogwild.train(job, [int(word) for word in words]):
+    for row in thread_races.train(job, [int(word) for word in words]):
         rows.append(row)
         print(
             f"{row.workers:>7}  {row.loss:>8.4f}  {row.eval_loss:>9.4f}  {show_seconds(row.seconds):>9}  "

@@ -48,7 +48,7 @@ def run_launch(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.cli.output import redirect_on_failure
     from jaxpar.job.file.parse import load
     from jaxpar.job.shrink import fit_processes
-    from jaxpar.launch import Launch, supervise
+    from jaxpar.supervisor import Launch, supervise
     from jaxpar.train.watchdog.thread import report
 
     allowed = args.allow_import

@@ -32,7 +32,7 @@ from jaxpar.cli import (
 )
 from jaxpar.cli.output import open_closed_streams
 from jaxpar.errors import STOPPED, JaxparError, Problem, refuse, suggest
-from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.mesh.xla import hush_plugin
 from jaxpar.process_exit import exit_process, exit_with_supervisor
 
 VERBS = (

@@ -46,14 +46,14 @@ def add(verbs) -> None:
 
 def gemm(args: argparse.Namespace) -> tuple[Any, int]:
     """Times bf16 matmuls on a GPU."""
-    from jaxpar.measure.gemm import gemm
+    from jaxpar.measure.machine import gemm
 
     return _with_status(gemm(write=args.write, rounds=_rounds(args)))
 
 
 def links(args: argparse.Namespace) -> tuple[Any, int]:
     """Times collectives between GPUs."""
-    from jaxpar.measure.links import links
+    from jaxpar.measure.machine import links
 
     return _with_status(links(write=args.write, per_node=args.per_node, rounds=_rounds(args)))
 

@@ -106,7 +106,7 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
         result["advice"] = advice.to_dict()
     verified = []
     if args.verify:
-        from jaxpar.job.verify import verify
+        from jaxpar.job.inspect import verify
 
         verified = list(verify(job, request, plan.best[: args.verify]))
         print(fold("\n" + comparison(verified), terminal_width()))

@@ -61,7 +61,7 @@ def add(verbs) -> None:
 def run_schedule(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the table of a schedule and its cost, and with --compare those of the library."""
     from jaxpar.errors import refuse
-    from jaxpar.pipeline.draw.compare import compare, row, table
+    from jaxpar.pipeline.draw.notebook import compare, row, table
     from jaxpar.pipeline.tables.library import LIBRARY
     from jaxpar.pipeline.tables.price import price
 

@@ -31,7 +31,7 @@ from jax.stages import Lowered
 from jaxpar.errors import refuse
 from jaxpar.files import partial_path
 from jaxpar.mesh.absent_gpus import make_toolkit, target_config_of
-from jaxpar.mesh.preset import dropped_option_warning, unknown_option
+from jaxpar.mesh.xla import dropped_option_warning, unknown_option
 
 CACHE_FORM = 2  # version of an entry: increment it whenever the fields or their meaning change
 _COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")

@@ -15,7 +15,7 @@ from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.flop import Flop
 from jaxpar.html.charts import Card
 from jaxpar.inspector.findings import Flag
-from jaxpar.inspector.memory import Share
+from jaxpar.inspector.memory_causes import Share
 from jaxpar.inspector.pages.pipeline import facts
 from jaxpar.inspector.timeline import Timeline
 from jaxpar.mesh.chips import Chip

@@ -19,15 +19,14 @@ from jaxpar.hlo.attribution import ArrayCauses
 from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.flop import hardware_flop
 from jaxpar.hlo.text import parse
-from jaxpar.inspector import memory
+from jaxpar.inspector import memory_causes
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import find_flags, find_scores
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
-from jaxpar.inspector.step_subject import step_subject
-from jaxpar.inspector.subject import Subject, from_function
+from jaxpar.inspector.subject import Subject, from_function, step_subject
 from jaxpar.inspector.timeline import LINE, replay
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.devices import allocated_bytes
@@ -134,8 +133,8 @@ def build_report(subject: Subject, chip: Chip | None = None) -> Report:
         per_node=per_node,
         chip=chip,
         pool=_pool(devices[0], chip),
-        memory=tuple(memory.by_cause(compiled, module, causes)),
-        total=memory.total(compiled),
+        memory=tuple(memory_causes.by_cause(compiled, module, causes)),
+        total=memory_causes.total(compiled),
         ledger=tuple(ledger),
         flop=flop,
         model_flop=subject.model_flop,

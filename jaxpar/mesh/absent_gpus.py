@@ -12,8 +12,8 @@ import jax
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import use_cpu_only
-from jaxpar.mesh.plugin import hush_plugin
 from jaxpar.mesh.target import Target, description, missing_plugin, parse_target
+from jaxpar.mesh.xla import hush_plugin
 
 _DESCRIBED: dict[Any, str] = {}
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.memory_pool import pool_variables
-from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.mesh.xla import hush_plugin
 
 THREADS = 8  # threads per simulated device, see `_make_devices`
 SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"

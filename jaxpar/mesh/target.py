@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.mesh.chips import CHIPS, Chip, suggest_chip
-from jaxpar.mesh.plugin import PLUGIN
+from jaxpar.mesh.xla import PLUGIN
 
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536

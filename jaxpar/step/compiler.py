@@ -23,7 +23,7 @@ from jax.stages import Lowered, Wrapped
 
 from jaxpar.errors import user_code_errors
 from jaxpar.hlo.flop_share import FlopShare, find_excess, flop_share
-from jaxpar.mesh.preset import compile_for_lines, compile_with, options
+from jaxpar.mesh.xla import compile_for_lines, compile_with, options
 from jaxpar.models.settings.computing import record_logits
 from jaxpar.parallel.layout import Layout, with_logits, with_note
 from jaxpar.parallel.rule_problems import check_rules

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.mesh.preset import Preset
+from jaxpar.mesh.xla import Preset
 from jaxpar.models.settings.computing import POLICIES, Precision
 
 DTYPES = {"fp32": None, "bf16": jnp.bfloat16}
@@ -23,7 +23,7 @@ class Numerics:
       precision: `fp32`, `bf16`, or a table as in a job, {"compute": "bf16", "allow": ["Router.*"]}: see `Precision`.
       remat: Rematerialization policy, one of `jaxpar.models.settings.computing.POLICIES`.
       offload: Whether the optimizer state is in host memory between steps.
-      collectives: `overlapped` sets the XLA options of `jaxpar.mesh.preset` on several GPUs, which overlap more
+      collectives: `overlapped` sets the XLA options of `jaxpar.mesh.xla` on several GPUs, which overlap more
         communication with compute; `plain` sets none.
     """
 

@@ -3,7 +3,7 @@
 Nouns: a `Run` and its `Outcome`, `Faults` (the reaction to NaN, infinity and loss spikes), a rollback, skipped batches,
 the lock of a run folder, metrics, `Noise` (of gradients and updates), and the watchdog, which detects lost processes.
 `api/` has the Python functions `jp.train_step`, `jp.fit`, `jp.save` and `jp.restore`. `progress` writes the status line
-of a terminal. `virtual_clock` simulates training with stale updates.
+of a terminal. `virtual_clock` simulates training with stale updates; `hogwild` trains with threads that race.
 
 To add a reaction to a bad step: add a value to `Faults.on_bad_step`, and implement it in `loop.py` or in
 `recovery.py`. To add a logger: add a class to `loggers/services.py`. To detect one more fault: add a check to

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import AllReduce
 from jaxpar.exchange.clock.base import Constant, WorkerTimes
-from jaxpar.job.compare.methods import Method
+from jaxpar.job.compare.parse_methods import Method
 from jaxpar.job.compare.training import train
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job

@@ -17,7 +17,7 @@ from typing import Any
 from jaxpar.errors import JaxparError, refuse, suggest
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.step_subject import step_subject
+from jaxpar.inspector.subject import step_subject
 from jaxpar.inspector.timeline import replay
 from jaxpar.job.build import assemble
 from jaxpar.job.file.parse import load
@@ -26,8 +26,8 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.measure.record import commit, versions
 from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.collective import KINDS
-from jaxpar.mesh.preset import OVERLAPPED, SMALL, dropped_option_warning
 from jaxpar.mesh.target import parse_target
+from jaxpar.mesh.xla import OVERLAPPED, SMALL, dropped_option_warning
 from jaxpar.units import show_bytes, show_seconds
 
 from .command import environment

@@ -17,7 +17,7 @@ from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock.base import Constant, WorkerTimes
 from jaxpar.exchange.compressed.quantization import Sign
 from jaxpar.exchange.compressed.sparsification import TopK
-from jaxpar.job.compare.methods import Method
+from jaxpar.job.compare.parse_methods import Method
 from jaxpar.job.compare.training import check_all, train
 from jaxpar.job.file.parse import load
 from jaxpar.measure.record import commit, where

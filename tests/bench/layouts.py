@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxpar.job.file.schema import Job
+from jaxpar.job.inspect import verify
 from jaxpar.job.plan import question
-from jaxpar.job.verify import verify
 from jaxpar.measure.record import commit, versions
 from jaxpar.plan.validation import agreement, sample, summary
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpar.errors import JaxparError
 from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.memory import total
+from jaxpar.inspector.memory_causes import total
 from jaxpar.job.build import assemble
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch

@@ -17,8 +17,8 @@ import optax
 import jaxpar as jp
 from jaxpar.measure.record import where
 from jaxpar.pipeline.run.execute import TableGradients
-from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage import Keep
+from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.units import show_bytes

@@ -26,9 +26,9 @@ from bench.gpu.table import STAGES, chosen
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.memory import total
+from jaxpar.inspector.memory_causes import total
 from jaxpar.inspector.stand_in_attention import NAME as NAME_OF_STAND_IN
-from jaxpar.inspector.step_subject import step_subject
+from jaxpar.inspector.subject import step_subject
 from jaxpar.inspector.timeline import price_kernels, replay
 from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.target import missing_plugin

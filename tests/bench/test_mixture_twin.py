@@ -14,8 +14,7 @@ import pytest
 import jaxpar as jp
 from bench import mixture_twin as twin
 from jaxpar.inspector.report import build_report
-from jaxpar.inspector.step_subject import step_subject
-from jaxpar.inspector.subject import from_function
+from jaxpar.inspector.subject import from_function, step_subject
 from jaxpar.step import unpipelined
 
 FROZEN = "fb5170fa61ee3e3d1c311ca034ec2d8457224b182c556abc1d4d74a874673e85"

@@ -11,7 +11,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.clock.methods import Stale
 from jaxpar.html.charts import ticks
-from jaxpar.job.compare.methods import fit_batch, parse
+from jaxpar.job.compare.parse_methods import fit_batch, parse
 from jaxpar.job.file.parse import loads
 
 JOB = """

@@ -7,7 +7,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.flop import Flop
-from jaxpar.inspector.memory import Share
+from jaxpar.inspector.memory_causes import Share
 from jaxpar.inspector.report import Report
 from jaxpar.mesh.chips import CHIPS
 from jaxpar.mesh.collective import KINDS, Collective

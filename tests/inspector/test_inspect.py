@@ -23,7 +23,7 @@ from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import load
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import Target, missing_plugin
-from jaxpar.pipeline.run import execute, gradient_sums, stage
+from jaxpar.pipeline.run import execute, stage, stage_gradients
 
 gpu_compiler = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 SETTINGS = jp.DecoderConfig(vocab=256, seq=64, layers=2, dim=64, heads=4)
@@ -237,7 +237,7 @@ def test_reductions_per_tick_and_wide_messages_are_found_in_a_pipeline(monkeypat
         # something added on the way: XLA sends in 16 bits what was only cast
         return (send(x.astype(jnp.float32) + 1e-3, pairs=pairs) - 1e-3).astype(x.dtype)
 
-    for module in (gradient_sums, stage):
+    for module in (stage_gradients, stage):
         monkeypatch.setattr(module, "add", add)
     monkeypatch.setattr(execute, "_permute", send)
     report = jp.inspect(step_on("h100:1x8", PIPES, precision="bf16"), BATCH)

@@ -21,9 +21,9 @@ from jaxpar.hlo.attribution import STAGE_TO_STAGE, Argument
 from jaxpar.hlo.flop import Flop
 from jaxpar.html.markup import percent, tag
 from jaxpar.inspector.findings import Flag
-from jaxpar.inspector.memory import CAUSES, Share
-from jaxpar.inspector.pages.drawings import spans, stretches, ticks, width_share
+from jaxpar.inspector.memory_causes import CAUSES, Share
 from jaxpar.inspector.pages.html import fragment, page
+from jaxpar.inspector.pages.mesh_and_timeline import spans, stretches, ticks, width_share
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.timeline import Timeline, TimelineEvent
 from jaxpar.mesh.axes import coordinates, nodes_of_axes

@@ -22,7 +22,7 @@ from jaxpar.hlo.flop_share import FlopShare, find_excess, flop_share
 from jaxpar.hlo.text import parse
 from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import matmul_summary
-from jaxpar.pipeline.draw.compare import compare
+from jaxpar.pipeline.draw.notebook import compare
 from jaxpar.pipeline.tables.price import OpTimes
 from jaxpar.step.model_flop import model_flop
 

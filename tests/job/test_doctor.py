@@ -15,7 +15,7 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.cluster.environment import Cluster
-from jaxpar.job.doctor import examine, network, software, this_machine
+from jaxpar.job.doctor import examine, network, packages, this_machine
 from jaxpar.job.doctor.this_machine import Finding, with_time_limit
 
 JOB = """
@@ -112,10 +112,10 @@ def test_a_job_that_is_wrong_is_said_and_the_machine_looked_at(tmp_path, capsys)
 
 
 def test_versions_that_jaxpar_was_not_tested_with_are_named(monkeypatch):
-    assert software.versions().state == "ok"
+    assert packages.versions().state == "ok"
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1" if name == "jax" else real(name))
-    found = software.versions()
+    found = packages.versions()
     assert found.state == "problem"
     assert "jax 0.9.1, not " in found.text
     assert "pip install 'jax" in found.fix
@@ -123,29 +123,29 @@ def test_versions_that_jaxpar_was_not_tested_with_are_named(monkeypatch):
 
 def test_a_plugin_of_another_version_is_named(monkeypatch):
     have = {"jaxlib": "0.12.0", "jax": "0.12.0", "jax-cuda13-plugin": "0.11.2"}
-    monkeypatch.setattr(software, "installed", lambda name: have.get(name, ""))
-    assert software.plugin() == Finding(
+    monkeypatch.setattr(packages, "installed", lambda name: have.get(name, ""))
+    assert packages.plugin() == Finding(
         "cuda", "problem", "jax-cuda13-plugin 0.11.2 beside jaxlib 0.12.0", "pip install 'jax[cuda13]==0.12.0'"
     )
     have["jax-cuda13-plugin"] = "0.12.0"
-    assert software.plugin().state == "ok"
+    assert packages.plugin().state == "ok"
 
 
 def test_the_toolkit_of_inspections_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(software, "missing_plugin", lambda: None)
-    monkeypatch.setattr(software, "installed", lambda name: "0.12.0")
-    assert "a stand-in" in software.toolkit(tmp_path / "version").text
+    monkeypatch.setattr(packages, "missing_plugin", lambda: None)
+    monkeypatch.setattr(packages, "installed", lambda name: "0.12.0")
+    assert "a stand-in" in packages.toolkit(tmp_path / "version").text
     (tmp_path / "version").write_text("NVRM version")
-    assert "that XLA finds" in software.toolkit(tmp_path / "version").text
-    monkeypatch.setattr(software, "missing_plugin", lambda: "the plugin is missing")
-    assert "the plugin is missing" in software.toolkit(tmp_path / "version").text
+    assert "that XLA finds" in packages.toolkit(tmp_path / "version").text
+    monkeypatch.setattr(packages, "missing_plugin", lambda: "the plugin is missing")
+    assert "the plugin is missing" in packages.toolkit(tmp_path / "version").text
 
 
 def test_a_gpu_without_a_plugin_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(software, "installed", lambda name: {"jaxlib": "0.12.0"}.get(name, ""))
+    monkeypatch.setattr(packages, "installed", lambda name: {"jaxlib": "0.12.0"}.get(name, ""))
     (tmp_path / "version").touch()
-    assert software.plugin(tmp_path / "version").state == "warning"
-    assert software.plugin(tmp_path / "none").state == "ok"
+    assert packages.plugin(tmp_path / "version").state == "warning"
+    assert packages.plugin(tmp_path / "none").state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_gpu_without_a_plugin_is_told(monkeypatch, tmp_path):
     ],
 )  # fmt: skip
 def test_bounds_on_versions_are_numbers(version, wanted, holds):
-    assert software.satisfies(version, wanted) is holds
+    assert packages.satisfies(version, wanted) is holds
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_bounds_on_versions_are_numbers(version, wanted, holds):
     ],
 )
 def test_variables_that_change_a_run_are_told(variables, simulate, want):
-    assert [(found.what, found.state) for found in software.variables(variables, simulate=simulate)] == want
+    assert [(found.what, found.state) for found in packages.variables(variables, simulate=simulate)] == want
 
 
 # the machine

@@ -20,7 +20,7 @@ from pairwise import some
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import loads
 from jaxpar.job.shrink import fit_processes
-from jaxpar.launch import Launch
+from jaxpar.supervisor import Launch
 
 STEPS, ALL = 16, 24  # of a run, and of the longest that goes on from one
 JOB = """\

@@ -15,7 +15,7 @@ from jaxpar.cluster.connect import host_rendezvous, join_rendezvous
 from jaxpar.cluster.environment import Cluster
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor import network
-from jaxpar.launch import free_port
+from jaxpar.supervisor import free_port
 
 pytestmark = pytest.mark.xdist_group("supervisor")
 

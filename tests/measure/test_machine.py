@@ -16,8 +16,8 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.measure import gemm, links
-from jaxpar.measure.base import REPEATS, Destination, measured_devices, once
+from jaxpar.measure import machine as measurement
+from jaxpar.measure.record import REPEATS, Destination, measured_devices, once
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.machine.fit import KINDS, Timing
@@ -52,29 +52,29 @@ def test_no_rounds_are_refused(capsys):
 
 
 def test_tiers_have_neighbours_inside_and_one_of_each_machine_between():
-    found = links.tiers(range(8), per_node=4)
+    found = measurement.tiers(range(8), per_node=4)
     assert [(tier.name, tier.devices.tolist()) for tier in found] == [
         ("inside", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ("inside", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("between", [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ]
-    assert {tier.name for tier in links.tiers(range(8), per_node=8)} == {"inside"}
-    assert {tier.name for tier in links.tiers(range(8), per_node=1)} == {"between"}
+    assert {tier.name for tier in measurement.tiers(range(8), per_node=8)} == {"inside"}
+    assert {tier.name for tier in measurement.tiers(range(8), per_node=1)} == {"between"}
 
 
 def test_machines_that_are_not_alike_and_devices_alone_have_no_tiers():
     for size in (0, 3, 16):
         with pytest.raises(JaxparError, match=f"--per-node {size} of 8 devices"):
-            links.tiers(range(8), per_node=size)
+            measurement.tiers(range(8), per_node=size)
     with pytest.raises(JaxparError, match="needs at least two devices"):
-        links.tiers(jax.devices()[:1], per_node=1)
+        measurement.tiers(jax.devices()[:1], per_node=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_as_many_collectives_as_it_says(kind):
     devices = np.array(jax.devices()).reshape(2, 4)
-    x = jax.numpy.zeros(8 * links.entries(kind, 4, 1024), jax.numpy.float32)
-    lowered = links.program(kind, devices, 3).lower(x).as_text()
+    x = jax.numpy.zeros(8 * measurement.entries(kind, 4, 1024), jax.numpy.float32)
+    lowered = measurement.collective_program(kind, devices, 3).lower(x).as_text()
     assert lowered.count(f'"stablehlo.{kind.replace("-", "_")}"') == 3
 
 
@@ -97,9 +97,9 @@ def test_gpus_run_them_one_after_another_over_all_bytes_and_copy_none(kind):
         jax.sharding.Mesh(devices, ("rest", "ring"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
         jax.sharding.PartitionSpec(("rest", "ring")),
     )
-    x = jax.ShapeDtypeStruct((8 * links.entries(kind, 4, size),), np.float32, sharding=sharding)
+    x = jax.ShapeDtypeStruct((8 * measurement.entries(kind, 4, size),), np.float32, sharding=sharding)
     with uncached():
-        lines = (links.program(kind, devices, 3).lower(x).compile().as_text() or "").splitlines()
+        lines = (measurement.collective_program(kind, devices, 3).lower(x).compile().as_text() or "").splitlines()
     made = [re.search(rf" = (.*?) {kind}(-start)?\(", line) for line in lines]
     sent = [4 * int(re.findall(r"f32\[(\d+)\]", each[1])[-1]) for each in made if each]
     assert sent == [size // 4 if kind == "reduce-scatter" else size] * 3
@@ -109,18 +109,18 @@ def test_gpus_run_them_one_after_another_over_all_bytes_and_copy_none(kind):
 @pytest.mark.spread(0)
 @pytest.mark.parametrize("kind", some(KINDS, ["collective-permute"]))
 def test_a_timing_says_what_was_sent(kind, monkeypatch):
-    monkeypatch.setattr(links, "once", lambda build, x, rounds: float(sum(build(n)(x + 0).size for n in (1, 2))))
+    monkeypatch.setattr(measurement, "once", lambda build, x, rounds: float(sum(build(n)(x + 0).size for n in (1, 2))))
     devices = np.array(jax.devices()).reshape(2, 4)
-    found = links.time_collective(kind, devices, 4100)
+    found = measurement.time_collective(kind, devices, 4100)
     assert (found.kind, found.group, found.size) == (kind, 4, 4096)
-    assert links.time_collective(kind, devices, 1).size == 4 * 4
+    assert measurement.time_collective(kind, devices, 1).size == 4 * 4
     assert found.seconds > 0
 
 
 def test_the_clock_takes_the_difference_of_two_programs(monkeypatch):
     calls = []
     times = iter([0.0, 8.0, 21.0] * 3)  # 7 s to call, 0.5 s a repeat: 2 repeats take 8 s, 12 take 13
-    monkeypatch.setattr("jaxpar.measure.base.time", types.SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr("jaxpar.measure.record.time", types.SimpleNamespace(perf_counter=lambda: next(times)))
     found = once(lambda repeats: lambda x: calls.append(repeats) or x, 1.0, rounds=3)
     assert found == pytest.approx(0.5)
     assert calls == [*REPEATS] * 4
@@ -128,9 +128,9 @@ def test_the_clock_takes_the_difference_of_two_programs(monkeypatch):
 
 def test_products_are_chained_and_keep_their_size():
     weights = jax.numpy.eye(16, dtype=jax.numpy.bfloat16)
-    run = gemm.program(weights, 3)
+    run = measurement.matmul_program(weights, 3)
     assert run(jax.numpy.ones((16, 16), jax.numpy.bfloat16)).shape == (16, 16)
-    assert isinstance(gemm.time_product(16, jax.devices()[0], rounds=1), float)
+    assert isinstance(measurement.time_product(16, jax.devices()[0], rounds=1), float)
 
 
 def fake(kind, count=2):
@@ -169,10 +169,10 @@ def synthetic(kind, devices, size, rounds):
 def test_from_times_to_a_file_to_a_plan(tmp_path, monkeypatch, capsys):
     """The whole bench, on two machines of eight whose times the planner's own constants make."""
     machine, path = HARDWARE["h100"], tmp_path / "mine.toml"
-    monkeypatch.setattr(links, "measured_devices", lambda what: fake("NVIDIA H100 80GB HBM3", 16))
-    monkeypatch.setattr(links, "tiers", lambda devices, size, make=links.tiers: make(range(16), size))
-    monkeypatch.setattr(links, "time_collective", synthetic)
-    result = links.links(write=str(path), per_node=8)
+    monkeypatch.setattr(measurement, "measured_devices", lambda what: fake("NVIDIA H100 80GB HBM3", 16))
+    monkeypatch.setattr(measurement, "tiers", lambda devices, size, make=measurement.tiers: make(range(16), size))
+    monkeypatch.setattr(measurement, "time_collective", synthetic)
+    result = measurement.links(write=str(path), per_node=8)
     write_table(path, "gemm", {"top": 0.66, "half": 7.6e9, "source": "here"}, chip=machine.chip)
     found = load_hardware(path, devices=16)
     for tier in ("inside", "between"):
@@ -184,14 +184,14 @@ def test_from_times_to_a_file_to_a_plan(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "inside: 369 GB/s, 3 us a hop, 10 us to launch" in said
     assert "between: 46 GB/s, 10 us a hop" in said
-    assert len(result["timings"]["inside"]) == 3 * len(KINDS) * len(links.SIZES)
+    assert len(result["timings"]["inside"]) == 3 * len(KINDS) * len(measurement.SIZES)
 
 
 def test_the_bench_of_products_writes_its_curve(tmp_path, monkeypatch, capsys):
     machine, path = HARDWARE["a100"], tmp_path / "mine.toml"
-    monkeypatch.setattr(gemm, "measured_devices", lambda what, one: fake("NVIDIA A100-SXM4-80GB", 1))
-    monkeypatch.setattr(gemm, "time_product", lambda side, device, rounds: float(machine.matmuls(2 * side**3)))
-    assert gemm.gemm(write=str(path))["gemm"]["top"] == pytest.approx(machine.gemm.top)
+    monkeypatch.setattr(measurement, "measured_devices", lambda what, one: fake("NVIDIA A100-SXM4-80GB", 1))
+    monkeypatch.setattr(measurement, "time_product", lambda side, device, rounds: float(machine.matmuls(2 * side**3)))
+    assert measurement.gemm(write=str(path))["gemm"]["top"] == pytest.approx(machine.gemm.top)
     assert "81.7% of the peak x f / (f + 2.4 GFLOP)" in capsys.readouterr().out
     with pytest.raises(JaxparError, match=r"no table \[links\]"):
         load_hardware(path, devices=8)

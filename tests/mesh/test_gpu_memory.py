@@ -12,7 +12,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.inspector import report as reports
 from jaxpar.job.check import check
-from jaxpar.job.doctor import software
+from jaxpar.job.doctor import packages
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question
 from jaxpar.mesh import devices
@@ -115,14 +115,14 @@ def test_shares_that_jax_would_not_take_are_refused(variables, environment):
     environment(variables)
     with pytest.raises(JaxparError):
         pool_of_environment(os.environ)
-    ((found),) = software.variables(variables, simulate=0)
+    ((found),) = packages.variables(variables, simulate=0)
     assert (found.what, found.state) == ("GPU memory", "problem")
 
 
 @pytest.mark.parametrize(("share", "state"), [("0.9", "ok"), ("0.5", "warning"), ("0.99", "warning")])
 @pytest.mark.parametrize("name", [NAME, OLD])
 def test_doctor_knows_both_names_of_the_share(name, share, state):
-    (found,) = software.variables({name: share}, simulate=0)
+    (found,) = packages.variables({name: share}, simulate=0)
     assert (found.what, found.state) == ("GPU memory", state)
     assert name in found.text
 

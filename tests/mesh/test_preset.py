@@ -13,8 +13,8 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.inspector import compiled
 from jaxpar.job.file.parse import loads
-from jaxpar.mesh.preset import OVERLAPPED, compile_with, options
 from jaxpar.mesh.target import missing_plugin
+from jaxpar.mesh.xla import OVERLAPPED, compile_with, options
 
 absent = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 TOLD = {option.name: option.value for option in OVERLAPPED}

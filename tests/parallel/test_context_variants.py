@@ -15,7 +15,7 @@ from tiny import assert_same_arrays, train
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.inspector.step_subject import step_subject
+from jaxpar.inspector.subject import step_subject
 from jaxpar.job import check
 from jaxpar.job.build import assemble
 from jaxpar.job.file import parse

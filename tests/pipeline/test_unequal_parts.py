@@ -17,8 +17,7 @@ from jaxpar.jaxprs.part_programs import Inputs, JaxprCut
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.edges import decode, encode
 from jaxpar.pipeline.run.shard_exchange import ParameterShards, ShardExchange
-from jaxpar.pipeline.run.slots import load
-from jaxpar.pipeline.run.stage_buffers import StageBuffers, stage_bytes
+from jaxpar.pipeline.run.stage_buffers import StageBuffers, load, stage_bytes
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables import library
 

@@ -20,8 +20,8 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
+from jaxpar.job.inspect import verify
 from jaxpar.job.plan import question
-from jaxpar.job.verify import verify
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
@@ -193,7 +193,9 @@ def test_what_does_not_fit_as_compiled_is_not_proposed():
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "fits"), [("40GiB", True), pytest.param("39GiB", False, marks=pytest.mark.slow)])
 def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, monkeypatch):
-    monkeypatch.setattr("jaxpar.job.verify.observe", lambda job, target: compiled_to(40 * 2**30))  # of an H100's 72 GiB
+    monkeypatch.setattr(
+        "jaxpar.job.inspect.observe", lambda job, target: compiled_to(40 * 2**30)
+    )  # of an H100's 72 GiB
     job = load(EIGHT_B, [], allow_import=False)
     asked = question(job, devices=64, chip="h100", per_node=None, options={"memory": limit})
     (found,) = verify(job, asked, search(asked, top=1).best)
@@ -214,7 +216,7 @@ def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, 
 def test_what_is_compiled_has_the_memory_and_the_links_that_were_asked_for(words, memory, nvlink, network, monkeypatch):
     """XLA computes again what the memory does not hold, and the replay has the plan's links."""
     seen = []
-    monkeypatch.setattr("jaxpar.job.verify.observe", lambda job, target: seen.append(target) or compiled_to(2**30))
+    monkeypatch.setattr("jaxpar.job.inspect.observe", lambda job, target: seen.append(target) or compiled_to(2**30))
     assert main(["plan", EIGHT_B, "--devices", "64", "--verify", "1", *words]) == 0
     (target,) = seen
     assert (target.nodes, target.per_node) == (8, 8)

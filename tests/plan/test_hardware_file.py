@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.measure.links import table_of
+from jaxpar.measure.machine import table_of
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.chips import Link, find_chip
 from jaxpar.plan.machine import hardware_file

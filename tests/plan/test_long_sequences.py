@@ -84,7 +84,7 @@ def test_what_is_compiled_is_what_the_plan_recommends(attention, monkeypatch, ca
         )
         return SimpleNamespace(total=60 * 2**30, memory=(), timeline=None, flop=SimpleNamespace(squeezed=0, total=1))
 
-    monkeypatch.setattr("jaxpar.job.verify.observe", observe)
+    monkeypatch.setattr("jaxpar.job.inspect.observe", observe)
     assert main(words) == 0
     before = capsys.readouterr().out
     assert main([*words, "--verify", "2"]) == 0

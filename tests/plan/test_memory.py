@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.memory import total
+from jaxpar.inspector.memory_causes import total
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate

@@ -11,7 +11,7 @@ from bench.overhead.program import compiled
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
-from jaxpar.inspector.step_subject import step_subject
+from jaxpar.inspector.subject import step_subject
 from jaxpar.jaxprs import gradient_sums
 from jaxpar.jaxprs import hoist_gradient_sums as room
 

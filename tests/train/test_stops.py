@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.checkpoint import Checkpoints, manifest, processes, writing
 from jaxpar.job.file.parse import loads
-from jaxpar.launch import Attempt, Launch, ProcessExit, supervise
+from jaxpar.supervisor import Attempt, Launch, ProcessExit, supervise
 
 
 @pytest.mark.slow

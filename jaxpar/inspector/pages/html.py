@@ -23,8 +23,8 @@ from jaxpar.html.markup import (
 )
 from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import Flag
-from jaxpar.inspector.memory import CAUSES, Share
-from jaxpar.inspector.pages.drawings import (
+from jaxpar.inspector.memory_causes import CAUSES, Share
+from jaxpar.inspector.pages.mesh_and_timeline import (
     TURNS,
     kind_class,
     labelled_axes,

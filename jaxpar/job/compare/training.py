@@ -17,7 +17,7 @@ from jaxpar.exchange.clock.base import SimulatedRun, WorkerTimes, mean_staleness
 from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
-from jaxpar.job.compare.methods import Method, fit_batch
+from jaxpar.job.compare.parse_methods import Method, fit_batch
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
 from jaxpar.job.parts.models import resolve_loss

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.job.doctor import network, software, this_machine
+from jaxpar.job.doctor import network, packages, this_machine
 from jaxpar.job.doctor.this_machine import Finding, with_time_limit
 from jaxpar.job.file.parse import load_with_problems
 from jaxpar.job.file.schema import Job
@@ -134,15 +134,15 @@ def examine(
     local_devices = max(1, simulate // cluster.processes) if cluster and simulate else simulate
     probe = start_probe(environment, simulate=local_devices)
     folder = Path(job.run.dir) if job and job.run.dir else Path()
-    findings += [software.versions(), software.plugin(), software.toolkit()]
-    findings += [*software.variables(environment, simulate=simulate), *cluster_findings]
+    findings += [packages.versions(), packages.plugin(), packages.toolkit()]
+    findings += [*packages.variables(environment, simulate=simulate), *cluster_findings]
     if cluster:
         check, fix = (
             partial(network.check_connection, cluster, seconds=MEETING, folder=folder),
             f"getent hosts {cluster.host} shows whether its name is known here; if not, its address",
         )
         findings += with_time_limit("coordinator", check, seconds=MEETING + 2, fix=fix)
-    gpus = software.DRIVER.exists() and not simulate
+    gpus = packages.DRIVER.exists() and not simulate
     findings += [
         *with_time_limit("run folder", lambda: [this_machine.folder_clock(folder)], seconds=2, fix=SERVER),
         this_machine.shared_memory(gpus=gpus), this_machine.open_files(), this_machine.core_dumps(),

@@ -15,8 +15,8 @@ from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.base import AllReduce
 from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.files import expand_home
-from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
+from jaxpar.mesh.xla import Preset
 from jaxpar.models.settings.computing import Precision
 from jaxpar.models.settings.fine_tuning import DPO, Adapters
 from jaxpar.optim.optimizer import Growth, Optimizer, check_phases

@@ -8,7 +8,7 @@ from jax.stages import Lowered
 
 from jaxpar.errors import Problem, refuse, suggest
 from jaxpar.mesh.axes import AXES
-from jaxpar.mesh.preset import CompilerOption
+from jaxpar.mesh.xla import CompilerOption
 from jaxpar.models.islands import use_islands
 from jaxpar.parallel.convolutions import split_convolutions
 from jaxpar.parallel.declaration import Axes, Parallel, size_setting

@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxpar.errors import Problem, refuse
 from jaxpar.mesh.axes import AXES
-from jaxpar.mesh.preset import CompilerOption
+from jaxpar.mesh.xla import CompilerOption
 from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
 

@@ -21,7 +21,7 @@ from jax.stages import Lowered
 
 from jaxpar.errors import Problem, nearest_divisor, refuse, suggest
 from jaxpar.mesh.chips import find_chip
-from jaxpar.mesh.preset import CompilerOption
+from jaxpar.mesh.xla import CompilerOption
 from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.declaration import Axes, Parallel

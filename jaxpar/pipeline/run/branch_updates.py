@@ -22,9 +22,8 @@ from jaxpar.optim import step_inputs
 from jaxpar.pipeline.run.asynchronous import VERSIONS, VersionPlan
 from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
 from jaxpar.pipeline.run.program import COLUMNS
-from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep
-from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
+from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers, load, store
 from jaxpar.pipeline.run.stage_replicas import ReplicaSums, StageReplicas
 from jaxpar.sharding.names import nest
 

@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, jaxprs_in_para
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import REMAT, Env, Scan, Traced, primitives, split_groups
-from jaxpar.pipeline.run.gradient_sums import reduce_scatter, with_manual_axes
+from jaxpar.pipeline.run.stage_gradients import reduce_scatter, with_manual_axes
 from jaxpar.pipeline.tables.schedule import StageCut
 
 

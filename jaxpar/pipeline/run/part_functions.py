@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.jaxprs.split_backward import Halves, halves
-from jaxpar.pipeline.run.slots import load
+from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.sharding.names import AGAIN, BACKWARD, Tree, is_float
 
 

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.jaxprs.in_place_scan import BufferEntry
-from jaxpar.pipeline.run.gradient_sums import GradientSums, Shards, add
 from jaxpar.pipeline.run.program import Program, TableRow, TickKind
-from jaxpar.pipeline.run.slots import load
+from jaxpar.pipeline.run.stage_buffers import load
+from jaxpar.pipeline.run.stage_gradients import GradientSums, Shards, add
 from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 from jaxpar.sharding.names import BACKWARD, SCOPE
 

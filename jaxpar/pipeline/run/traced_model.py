@@ -17,7 +17,7 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.shorter_scan import masked_layers
 from jaxpar.jaxprs.split_backward import Halves, halves
-from jaxpar.pipeline.run.slots import slot_shapes
+from jaxpar.pipeline.run.stage_buffers import slot_shapes
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import AGAIN
 

@@ -1,6 +1,6 @@
 """Machines: chips in nodes, the share of their data sheets that they reach, and the links between them.
 
-    time of a matmul       by its shape: `gemm.py`
+    time of a matmul       by its shape: `kernels.py`
     time of other ops      bytes / (device memory's bandwidth x streaming)
     slowest of n devices   1 + jitter x sqrt(2 ln n) times the mean
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.mesh.preset import SMALL
+from jaxpar.mesh.xla import SMALL
 from jaxpar.plan.machine.hardware import SMALLEST_KERNEL, Hardware
 from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fills_operand, fuse
 from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 
 CLASSES = ("activations", "weights", "gradients")
-# bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.preset` says, all-reduces as XLA does by itself
+# bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.xla` says, all-reduces as XLA does by itself
 SCATTERED, REDUCED = SMALL, 30 * 2**20
 Live = dict[str, np.ndarray]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.averaging.streaming import Streaming
-from jaxpar.mesh.preset import compile_with
+from jaxpar.mesh.xla import compile_with
 from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.gradients import Batch
 from jaxpar.step.per_replica.replicas import PerReplica

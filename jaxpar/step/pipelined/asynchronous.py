@@ -20,7 +20,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import AsynchronousTable, plan_versions, stage_update
 from jaxpar.pipeline.run.program import program
-from jaxpar.pipeline.run.slots import slot_shapes
+from jaxpar.pipeline.run.stage_buffers import slot_shapes
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums

@@ -24,7 +24,7 @@ from jaxpar.models.stack import SequentialLayers, call_at_layers, intercept_laye
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.context import splits_tables
 from jaxpar.pipeline.run.parameter_moves import regather_in_backward
-from jaxpar.pipeline.run.slots import Interleaved, load, slot_shapes
+from jaxpar.pipeline.run.stage_buffers import Interleaved, load, slot_shapes
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import SCOPE, Blueprint, Compute, Tree, nest
 from jaxpar.step.losses import as_sums

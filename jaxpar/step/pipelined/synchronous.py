@@ -30,9 +30,9 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params
 from jaxpar.pipeline.run.execute import execute
 from jaxpar.pipeline.run.program import Program, program
-from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.spread_head import ShardMaps, SpreadTable
 from jaxpar.pipeline.run.stage import Keep
+from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
 from jaxpar.step.frozen_parameters import zero_frozen

@@ -28,7 +28,7 @@ from jaxpar.partition.stage_costs import costs_of_parts, op_times
 from jaxpar.partition.traced_chain import FORWARDS
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
-from jaxpar.pipeline.run.slots import load
+from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, by_path, nest
 from jaxpar.step.frozen_parameters import zero_frozen

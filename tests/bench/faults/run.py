@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxpar.errors import refuse
-from jaxpar.launch import free_port
+from jaxpar.supervisor import free_port
 
 PROCESSES, STEPS = 3, 100_000
 LATEST = 180.0  # seconds in which processes must begin to train

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse
-from jaxpar.launch import free_port
 from jaxpar.measure.record import commit, versions
+from jaxpar.supervisor import free_port
 
 from ..command import environment
 

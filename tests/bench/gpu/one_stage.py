@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from jaxpar.errors import JaxparError
-from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.mesh.xla import hush_plugin
 from jaxpar.process_exit import exit_with_supervisor
 
 from ..gpu.day import hardware_of

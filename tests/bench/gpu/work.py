@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.measure import base
+from jaxpar.measure import record
 from jaxpar.plan.machine.hardware import Hardware
 
 from ..gpu.lines import Lines
@@ -53,12 +53,12 @@ class Work:
         self.measure(what, lambda: {"absent": why})
 
     def once(self, build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int, pretended: float) -> float:
-        """Returns the seconds of one more repeat, as `measure.base.once` does; in a rehearsal what is pretended.
+        """Returns the seconds of one more repeat, as `measure.record.once` does; in a rehearsal what is pretended.
 
         A rehearsal runs the programs all the same.
         """
         if not self.rehearsal:
-            return base.once(build, x, rounds=rounds)
-        for repeats in base.REPEATS:
+            return record.once(build, x, rounds=rounds)
+        for repeats in record.REPEATS:
             x = jax.block_until_ready(build(repeats)(x))
         return pretended

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 import jaxpar as jp
-from jaxpar.inspector.step_subject import step_subject
+from jaxpar.inspector.subject import step_subject
 from jaxpar.measure.record import where
 from jaxpar.mesh.devices import describe
 from jaxpar.units import show_bytes

@@ -22,9 +22,8 @@ from jaxpar.models.blocks.pairs import Blocks, max_block_sizes
 from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.techniques.ring_attention import ring as zigzag
+from jaxpar.parallel.techniques.ring_attention.block_attention import BlockTables, KernelAttention, PlainBlockAttention
 from jaxpar.parallel.techniques.ring_attention.choice import AttentionSharding, check, choose
-from jaxpar.parallel.techniques.ring_attention.kernel_attention import KernelAttention
-from jaxpar.parallel.techniques.ring_attention.plain_block_attention import BlockTables, PlainBlockAttention
 from jaxpar.parallel.techniques.ring_attention.ring import (
     AXIS,
     BlockAttention,

@@ -13,7 +13,7 @@ import optax
 import jaxpar as jp
 from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.report import Report, build_report
-from jaxpar.inspector.step_subject import step_subject
+from jaxpar.inspector.subject import step_subject
 from jaxpar.mesh.absent_gpus import target_config_of, target_devices
 from jaxpar.models.islands import use_islands
 from jaxpar.plan.candidate import Candidate, recompute_shares

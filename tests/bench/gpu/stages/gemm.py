@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.inspector.timeline import KERNEL
-from jaxpar.measure.base import today
-from jaxpar.measure.gemm import SIDES, time_product
+from jaxpar.measure.machine import SIDES, time_product
+from jaxpar.measure.record import today
 from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.fit import fit_gemm
 from jaxpar.plan.machine.hardware import Hardware

@@ -1,7 +1,9 @@
-"""XLA compiler options for the collectives of several GPUs, each with its reason.
+"""XLA on NVIDIA GPUs: its plugin, and its compiler options for the collectives of several GPUs, each with its reason.
 
-Chosen by the exposed communication that the timeline models for the jobs under configs/, compiled for absent GPUs:
-`python -m tests.bench.collectives` records the effect of each option on each job. Not measured on GPUs.
+The plugin may be installed without the runtime. This file imports JAX only where it compiles.
+
+Options are chosen by the exposed communication that the timeline models for the jobs under configs/, compiled for
+absent GPUs: `python -m tests.bench.collectives` records the effect of each option on each job. Not measured on GPUs.
 
     XLA's default      the latency hiding scheduler: without it all communication is exposed
     left out           a threshold for all-reduces: no less of them is exposed
@@ -11,15 +13,31 @@ Chosen by the exposed communication that the timeline models for the jobs under 
                        compiles two to four times as long
 """
 
+import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
+PLUGIN = "jax_plugins.xla_cuda13"
 Preset = Literal["overlapped", "plain"]
 _ANOTHER = "xla_dump_emitter_re"  # without effect; a new cache key: JAX reuses a program of equal options
 SMALL = 8 * 2**20  # bytes: a gather takes some 30 us over NVLink, several times the launch of a collective
+
+
+def hush_plugin() -> None:
+    """Silences the plugin's warnings that its runtime half is missing, which compiling does not need."""
+    _drop(PLUGIN, lambda message: "is not found" in message)
+    if find_spec("jax_cuda13_plugin") is None:  # otherwise the warning is a real problem
+        _drop("jax._src.xla_bridge", lambda message: PLUGIN in message)
+
+
+def _drop(logger: str, unwanted: Callable[[str], bool]) -> None:
+    log = logging.getLogger(logger)
+    if not log.filters:
+        log.addFilter(lambda record: not unwanted(record.getMessage()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

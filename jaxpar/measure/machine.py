@@ -1,13 +1,21 @@
-"""Measures the latency and bandwidth that collectives reach on this machine, in the planner's model of links.
+"""Measures what a machine reaches, in the planner's model: the share of its peak in matmuls, the speed of its links.
+
+Matmuls: bfloat16, by their size. Each product of square matrices is the left factor of the next. The numbers are
+random, because a chip multiplies zeros faster.
+
+Links: the latency and bandwidth that collectives reach.
 
     inside      groups of 2, 4, ... and all devices of a machine; neighbours are neighbours
     between     groups of 2, 4, ... and all machines, one device of each machine; all devices take part at once
 
-All groups of a size run at the same time, as on a mesh axis. `plan/machine/fit.py` has the formulas that are fitted.
-A repeat is a collective and a kernel that passes one element to the next collective, so the time to start a kernel is
-part of `launch`. Not yet run on GPUs, only compiled for H100s; its parts are tested on simulated devices.
+All groups of a size run at the same time, as on a mesh axis. A repeat is a collective and a kernel that passes one
+element to the next collective, so the time to start a kernel is part of `launch`.
+
+`plan/machine/fit.py` has the formulas that are fitted. Not yet run on GPUs, only compiled for H100s; the parts are
+tested on simulated devices.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,17 +26,94 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
-from jaxpar.measure.base import Destination, measured_devices, once, today
-from jaxpar.measure.record import where
+from jaxpar.measure.record import Destination, measured_devices, once, today, where
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.devices import describe
-from jaxpar.plan.machine.fit import KINDS, LinkFit, Timing, fit_link
+from jaxpar.plan.machine.fit import KINDS, LinkFit, Timing, fit_gemm, fit_link
 from jaxpar.units import show_bytes, show_seconds
 
+SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)  # 0.27 GFLOP to 3.7 TFLOP
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24, 26, 28))  # bytes of the whole array
 _BYTES = 4  # float32, which every backend sends as it is
+
+
+def matmul_program(weights: jax.Array, repeats: int) -> Callable[[Any], Any]:
+    """Returns a program of `repeats` matmuls in sequence with the same weights. All shapes are [side, side]."""
+
+    def body(x, weights):
+        for _ in range(repeats):
+            x = jax.lax.dot(x, weights, preferred_element_type=_accurate(x.dtype)).astype(x.dtype)
+        return x
+
+    compiled = jax.jit(body, donate_argnums=0)
+    return lambda x: compiled(x, weights)
+
+
+def _accurate(dtype: np.dtype) -> Any:
+    """Multiplies two matrices; 8-bit ones are quantized from 16 bits first, as in a training step."""
+    return jnp.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def time_product(
+    side: int,
+    device: object,
+    *,
+    rounds: int = 20,
+    dtype: DTypeLike = jnp.bfloat16,
+    once: Callable[..., float] = once,
+) -> float:
+    """Times a matmul of two [side, side] matrices, in seconds.
+
+    Args:
+      side: Number of rows and of columns.
+      device: The device that computes it.
+      rounds: As in `once`.
+      dtype: Dtype of both matrices; JAX multiplies float32 at its default precision, which is TF32 on GPUs.
+      once: `base.once`, or a substitute in tests.
+    """
+    with jax.default_device(device):
+        x, weights = jax.random.normal(jax.random.key(0), (2, side, side))
+        weights = (weights / math.sqrt(side)).astype(dtype)  # so that products neither grow nor vanish
+        x = x.astype(dtype)
+        return once(lambda repeats: matmul_program(weights, repeats), x, rounds=rounds)
+
+
+def gemm(*, write: str = "", rounds: int = 20, sides: Sequence[int] = SIDES) -> dict[str, Any]:
+    """Times matmuls on one device, prints the share of the peak by size, and returns it.
+
+    Args:
+      write: The chip's TOML file, which gets the table [gemm], or "". The peak FLOP/s is that of its [chip], or of
+        jaxpar's table of chips if there is no file.
+      rounds: As in `once`.
+      sides: Sides of the square matrices.
+
+    Raises:
+      JaxparError: If the devices are simulated, the chip's peak is not known, or no curve fits the times.
+    """
+    devices = measured_devices("gemm", one=True)
+    destination = Destination.for_devices(write, devices)
+    chip, device = destination.known_chip(), jax.local_devices()[0]
+    print(
+        f"one {device.device_kind}, jax {jax.__version__}, {chip.bf16_flops / 1e12:.4g} TFLOP/s on its sheet; measured"
+    )
+    flop, seconds = [2.0 * side**3 for side in sides], []
+    for side, size in zip(sides, flop, strict=True):
+        seconds.append(time_product(side, device, rounds=rounds))
+        reached = f"{size / seconds[-1] / 1e12:>8.4g} TFLOP/s" if seconds[-1] > 0 else "no time"
+        print(f"{side:>6} x {side:<6}{show_seconds(seconds[-1]):>10}  {reached}", flush=True)
+    source = f"jaxpar measure gemm on one {describe([device])[4:]}, {today()}, jax {jax.__version__}"
+    fit = fit_gemm(flop, seconds, peak=chip.bf16_flops, source=source)
+    print(
+        f"{fit.gemm.top:.1%} of the peak x f / (f + {fit.gemm.half / 1e9:.3g} GFLOP); "
+        f"off by {fit.error:.0%} in the median, {fit.worst:.0%} at most"
+    )
+    table = {"top": fit.gemm.top, "half": fit.gemm.half, "source": source}
+    destination.write("gemm", table)
+    return {"sides": list(sides), "seconds": seconds, "gemm": table, "error": fit.error, "worst": fit.worst,
+            "holds": True, "where": where()}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +168,7 @@ def groups(count: int) -> list[int]:
     return sorted({1 << power for power in range(1, 32) if count % (1 << power) == 0} | ({count} - {1}))
 
 
-def program(kind: str, devices: np.ndarray, repeats: int) -> Callable[[Any], Any]:
+def collective_program(kind: str, devices: np.ndarray, repeats: int) -> Callable[[Any], Any]:
     """Returns a program of `repeats` collectives, each of which waits for the one before.
 
     Args:
@@ -132,7 +217,7 @@ def time_collective(kind: str, devices: np.ndarray, size: int, *, rounds: int = 
     count = entries(kind, group, size)
     sharding = NamedSharding(Mesh(devices, ("rest", "ring"), axis_types=(AxisType.Auto,) * 2), P(("rest", "ring")))
     x = jax.jit(lambda: jnp.zeros(count * devices.size, jnp.float32), out_shardings=sharding)()
-    seconds = once(lambda repeats: program(kind, devices, repeats), x, rounds=rounds)
+    seconds = once(lambda repeats: collective_program(kind, devices, repeats), x, rounds=rounds)
     whole = count * (group if kind == "all-gather" else 1) * _BYTES
     return Timing(kind=kind, group=group, size=whole, seconds=seconds)
 
