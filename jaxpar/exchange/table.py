@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.gossip import Gossip
-from jaxpar.exchange.averaging.local import Easgd, Ensemble, Local
+from jaxpar.exchange.averaging.local import DiLoCo, Easgd, Ensemble, Local
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, AllReduce, Exchange
 from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd, Sign, Ternary

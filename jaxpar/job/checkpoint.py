@@ -18,9 +18,9 @@ from jaxpar.checkpoint.differences import Difference, differences, problems
 from jaxpar.checkpoint.manifest import Manifest, SavedArray
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.files import check_local
-from jaxpar.job import pretrained
+from jaxpar.job import run_weights
 from jaxpar.job.check import device_count
-from jaxpar.job.file import changes
+from jaxpar.job.file import run_folder
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.run_folder import check_folder, check_same_data, check_writable
 from jaxpar.job.file.schema import Job
@@ -56,7 +56,7 @@ def export_orbax(where: Path, step: int | None, to: Path) -> dict[str, Any]:
 
 FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {
     "jaxpar": report.export,
-    "safetensors": pretrained.export_checkpoint,
+    "safetensors": run_weights.export_checkpoint,
     "orbax": export_orbax,
 }
 
@@ -166,9 +166,9 @@ def check_run(job: Job, layout: Layout) -> list[Problem]:
         steps = check_folder(job, folder)
         check_writable(folder)
         if steps:
-            changed = changes.compare(folder, job)
+            changed = run_folder.compare_jobs(folder, job)
             check_same_data(folder, None if job.data.is_text else open_data(job).fingerprint)
-            changes.check(changed, job, _check_resume(job, layout, folder / "checkpoints", steps))
+            run_folder.check_changes(changed, job, _check_resume(job, layout, folder / "checkpoints", steps))
         elif job.checkpoint.start_from and not is_folder(job.checkpoint.start_from):
             shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
             start_from.check(job.checkpoint, shapes, layout)

@@ -30,9 +30,9 @@ from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse
 from jaxpar.files import make_folder, write_json
-from jaxpar.job import pretrained, sweep
+from jaxpar.job import run_weights, sweep
 from jaxpar.job.build import BuiltJob, build, rate_jump
-from jaxpar.job.file import changes
+from jaxpar.job.file import run_folder
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.run_folder import check_folder, check_same_data, lost_files
 from jaxpar.job.file.schema import Job
@@ -105,7 +105,7 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
             steps = check_folder(job, folder)
             if at is not None:
                 steps = _rewind(store, steps, at, say if watchdog.process == 0 else None)
-            job_changes = changes.compare(folder, job) if steps else []
+            job_changes = run_folder.compare_jobs(folder, job) if steps else []
             with waiting("reading the data, laying out the model", stream or sys.stdout):
                 built = build(job, processes=watchdog.count)
             job_changes += _check_same_run(folder, built, steps)
@@ -158,7 +158,7 @@ def _train(
     store: Store,
     watchdog: SingleProcess,
     steps: list[int],
-    changed: list[changes.KeyChange],
+    changed: list[run_folder.KeyChange],
     stream,
 ) -> dict[str, Any]:
     folder, is_writer = local_folder(job.run.dir), watchdog.process == 0
@@ -175,10 +175,12 @@ def _train(
     store.say, store.replicas = progress.say, describe_replicas(built.layout)
     with progress:
         start, at = _restore(built, store, steps, progress, watchdog)
-        changes.check(changed, job, at)  # after `restore`, because `run.changed` cannot allow mismatches of arrays
+        run_folder.check_changes(
+            changed, job, at
+        )  # after `restore`, because `run.changed` cannot allow mismatches of arrays
         lost_notes = lost_files(folder) if steps else []
         if is_writer:  # a single writer
-            changes.save_job(folder, job)
+            run_folder.save_job(folder, job)
             write_json(folder / "run.json", record(built))
         loggers = resolve_loggers(job) if is_writer else ()
         logged = _logged_run(folder, built) if loggers else None
@@ -232,7 +234,7 @@ def _facts(job: Job, built: BuiltJob, at: int) -> list[str]:
 
 
 def _resume_notes(
-    job: Job, built: BuiltJob, changed: list[changes.KeyChange], newest: dict[str, Any], at: int
+    job: Job, built: BuiltJob, changed: list[run_folder.KeyChange], newest: dict[str, Any], at: int
 ) -> list[str]:
     notes = [f"changed since step {at}: {change}" for change in changed]
     notes += filter(None, [rate_jump(built, newest, at)])
@@ -263,7 +265,7 @@ def _logged_run(folder: Path, built: BuiltJob) -> LoggedRun:
     facts["devices"] = describe(list(built.layout.device_mesh.devices.flat))
     facts["report"] = str(folder.resolve() / "report.html")
     texts = {"job": dumps(built.job), "layout": built.layout.explain()}
-    return LoggedRun(folder=folder, config=changes.key_values(built.job) | facts, texts=texts)
+    return LoggedRun(folder=folder, config=run_folder.key_values(built.job) | facts, texts=texts)
 
 
 def _noise_note(built: BuiltJob) -> str:
@@ -294,7 +296,7 @@ def _first_state(built: BuiltJob, progress: Progress) -> State:
 def _policy_state(built: BuiltJob, progress: Progress) -> State:
     train, spec = built.job.train, built.job.checkpoint
     if is_folder(spec.start_from):
-        first_state, message = pretrained.start_run(built)
+        first_state, message = run_weights.start_run(built)
         progress.say(message)
         return first_state
     first_state = init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
@@ -376,12 +378,12 @@ def _rewind(store: Store, steps: list[int], at: int, say: Callable[[str], None] 
     return [step for step in steps if step <= at]
 
 
-def _check_same_run(folder: Path, built: BuiltJob, steps: list[int]) -> list[changes.KeyChange]:
+def _check_same_run(folder: Path, built: BuiltJob, steps: list[int]) -> list[run_folder.KeyChange]:
     """Refuses to continue on other data; returns a note if other devices imply another pipeline schedule."""
     recorded = check_same_data(folder, built.source.fingerprint) if steps else {}
     old, new = recorded.get("schedule"), _schedule(built)
     is_open = built.job.parallel.pipeline.schedule == UNNAMED
-    return [changes.KeyChange(SCHEDULE, old, new)] if is_open and old and new and old != new else []
+    return [run_folder.KeyChange(SCHEDULE, old, new)] if is_open and old and new and old != new else []
 
 
 def _schedule(built: BuiltJob) -> str:

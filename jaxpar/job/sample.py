@@ -18,8 +18,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import end_tokens, with_saved_tokenizer
-from jaxpar.job.pretrained import KEPT
-from jaxpar.job.run_state import restore_run
+from jaxpar.job.run_weights import KEPT, restore_run
 from jaxpar.mesh.devices import is_simulated, simulate
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel

@@ -31,7 +31,7 @@ from jaxpar.errors import refuse
 from jaxpar.models.blocks.attention import attend, blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask, check_masks, check_softcap
 from jaxpar.models.blocks.fused import LONG, fits_cudnn, head_fits, runs_blockwise, wants_cudnn
-from jaxpar.models.blocks.pairs import BLOCK
+from jaxpar.models.blocks.kernel import BLOCK
 from jaxpar.models.custom_gradients import float32_attention
 
 # the way out where a model's own dispatch computes more than the experts that tokens choose

@@ -46,8 +46,7 @@ SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
            "select_and_gather_add", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "pad")  # fmt: skip
 _ATTENTION = tuple(
-    str(Path(models.__file__).parent / name)
-    for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py", "blocks/pairs.py")
+    str(Path(models.__file__).parent / name) for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py")
 )
 OWN = ("shard_map", "pallas_call", "reduce", "reduce_window")  # not followed inside: programs of one device or tile
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",

@@ -70,7 +70,7 @@ def model(
     if isinstance(layout, str | Path):
         _check_run_arguments(layout, state, replica)
         # imported by name: a job is of a package above this one
-        load_model = import_module("jaxpar.job.run_state").load_model
+        load_model = import_module("jaxpar.job.run_weights").load_model
         return load_model(layout, parallel=parallel, at=at, device=device, allow_import=allow_import)
     _check_arguments(layout, state, device, for_runs={"parallel": parallel, "at": at, "allow_import": allow_import})
     if state is None:

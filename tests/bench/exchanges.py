@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.exchange.averaging.diloco import DiLoCo
+from jaxpar.exchange.averaging.local import DiLoCo
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock.base import Constant, WorkerTimes

@@ -29,8 +29,8 @@ from jaxpar.job.check import check
 from jaxpar.job.file import dump, parse
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.plan import apply_layout, question
-from jaxpar.job.pretrained import start_from_params
 from jaxpar.job.run import train
+from jaxpar.job.run_weights import start_from_params
 from jaxpar.job.shrink import fit_processes
 from jaxpar.mesh.chips import Link
 from jaxpar.parallel.layout import replica_messages

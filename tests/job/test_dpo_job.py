@@ -12,7 +12,7 @@ from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load
 from jaxpar.job.parts.plan_model import planner_model
-from jaxpar.job.pretrained import export_checkpoint
+from jaxpar.job.run_weights import export_checkpoint
 from jaxpar.models.huggingface.weights import load as load_pretrained
 
 FILE = Path(__file__).parents[2] / "configs" / "dpo_fsdp4_tensor2.toml"

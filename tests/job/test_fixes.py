@@ -10,7 +10,7 @@ from jaxpar.data.tokenizers.encoders import end_token
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.file import changes
+from jaxpar.job.file import run_folder
 from jaxpar.job.file.parse import loads
 from jaxpar.train.faults import LOWER_RATE
 
@@ -42,15 +42,15 @@ def test_the_fix_of_a_loss_that_is_nan_is_not_refused_by_the_run_that_goes_on(tr
     lower = ["optimizer.learning_rate=1e-5", "optimizer.warmup=1", "train.steps=3"]
     job = loads(JOB, [f"run.dir={trained}", *lower])
     with pytest.raises(JaxparError, match=r"optimizer.learning_rate"):
-        changes.check(changes.compare(trained, job), job, 2)
+        run_folder.check_changes(run_folder.compare_jobs(trained, job), job, 2)
     job = loads(JOB, [f"run.dir={trained}", *lower, named])
-    changes.check(changes.compare(trained, job), job, 2)
+    run_folder.check_changes(run_folder.compare_jobs(trained, job), job, 2)
 
 
 def test_a_key_that_a_run_did_not_have_is_to_be_left_out(trained):
     job = loads(JOB, [f"run.dir={trained}", "model.classes=11"])
     with pytest.raises(JaxparError) as caught:
-        changes.check(changes.compare(trained, job), job, 2)
+        run_folder.check_changes(run_folder.compare_jobs(trained, job), job, 2)
     assert "not set;" not in str(caught.value)
     assert "leave model.classes out" in str(caught.value)
 

@@ -17,8 +17,8 @@ from jaxpar.job import plan_api
 from jaxpar.job.report.read import read
 from jaxpar.plan.pages.terminal import page
 from jaxpar.train.api.fit_inputs import open_fit_data
-from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
+from jaxpar.train.run import Best
 
 OPTIMIZER = optax.adam(0.05)
 

@@ -20,7 +20,7 @@ from jaxpar.models.blocks import attention as in_blocks
 from jaxpar.models.blocks import fused
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
-from jaxpar.models.blocks.pairs import Blocks, pairs
+from jaxpar.models.blocks.kernel import Blocks, pairs
 
 
 def both(attention, arrays, weight):

@@ -21,7 +21,7 @@ from pairwise import some
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.job.pretrained import start_from_params
+from jaxpar.job.run_weights import start_from_params
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.param_mapping import param_mappings
 from jaxpar.models.huggingface.safetensors import DTYPES, TensorSource, entries, write

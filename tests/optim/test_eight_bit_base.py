@@ -18,7 +18,7 @@ from jaxpar.checkpoint import Checkpoints, reading, start_from
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
-from jaxpar.job import pretrained
+from jaxpar.job import run_weights
 from jaxpar.job.check import check
 from jaxpar.job.checkpoint import _numbers, _on_one_device
 from jaxpar.job.parts.models import resolve_loss, resolve_model
@@ -55,7 +55,7 @@ def reference(name, layout, begun, steps=3):
     plain = jp.compose(adapted(name, "float"), jp.Parallel(), jax.devices()[:1])
     given = {path: np.asarray(value) for path, value in by_path(in_floats(layout, jax.device_get(begun))).items()}
     state, step, losses = (
-        pretrained.start_from_params(plain, ONLY, given, seed=1),
+        run_weights.start_from_params(plain, ONLY, given, seed=1),
         jp.train_step(plain, token_loss, ONLY),
         [],
     )

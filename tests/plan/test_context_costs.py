@@ -16,7 +16,7 @@ from jaxpar.job.file.parse import load
 from jaxpar.job.inspect import observe
 from jaxpar.job.plan import apply_layout, command, overrides, question
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.models.blocks import pairs
+from jaxpar.models.blocks import kernel as block_kernel
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.settings.computing import Logits
 from jaxpar.parallel.layout import per_device
@@ -71,9 +71,9 @@ def test_pairs_and_the_share_of_the_square_are_those_of_the_tables(ring, causal)
     ulysses, shape = 8 // ring, replace(LLAMA, causal=causal)
     one = Candidate(context=8, context_by="ring" if ring > 1 else "ulysses", ulysses=ulysses)
     chunks = 2 * ring if causal and ring > 1 else ring
-    at_most = pairs.max_block_sizes(shape.seq // ring, 128)
-    of_q, of_k = (pairs.Blocks.split(shape.seq // chunks, most) for most in at_most)
-    own = len(pairs.pairs(AttentionMask(causal), of_q, of_k))
+    at_most = block_kernel.max_block_sizes(shape.seq // ring, 128)
+    of_q, of_k = (block_kernel.Blocks.split(shape.seq // chunks, most) for most in at_most)
+    own = len(block_kernel.pairs(AttentionMask(causal), of_q, of_k))
     full = of_q.count * of_k.count
     walked = own if chunks == 1 else (2 * own + full + (ring - 1) * 2 * full if causal else ring * full)
     assert ring_attention.pairs(shape, one) == walked
@@ -84,9 +84,13 @@ def test_pairs_and_the_share_of_the_square_are_those_of_the_tables(ring, causal)
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_plan_has_blocks_of_the_size_that_programs_have(head_dim):
-    assert (ring_attention.BLOCK, ring_attention.LEAST, ring_attention.SHARE) == (pairs.BLOCK, pairs.LEAST, pairs.SHARE)
+    assert (ring_attention.BLOCK, ring_attention.LEAST, ring_attention.SHARE) == (
+        block_kernel.BLOCK,
+        block_kernel.LEAST,
+        block_kernel.SHARE,
+    )
     for tokens in (1, 3, 100, *(int(1000 * 1.5**n) for n in range(20))):
-        assert tuple(ring_attention.largest_block(tokens, head_dim)) == pairs.max_block_sizes(tokens, head_dim)
+        assert tuple(ring_attention.largest_block(tokens, head_dim)) == block_kernel.max_block_sizes(tokens, head_dim)
 
 
 def crossing(shape, far, hardware, software):

@@ -4,7 +4,7 @@ import hooks
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.job.file import changes
+from jaxpar.job.file import run_folder
 from jaxpar.job.file.parse import loads
 
 BINDING = [
@@ -21,14 +21,14 @@ FREE = [
 
 @pytest.fixture
 def trained(tmp_path):
-    changes.save_job(tmp_path, loads(hooks.JOB))
+    run_folder.save_job(tmp_path, loads(hooks.JOB))
     return tmp_path
 
 
 def found(folder, *overrides):
     job = loads(hooks.JOB, [*overrides])
-    made = changes.compare(folder, job)
-    changes.check(made, job, 4)
+    made = run_folder.compare_jobs(folder, job)
+    run_folder.check_changes(made, job, 4)
     return [change.key for change in made]
 
 
@@ -50,11 +50,11 @@ def test_where_it_is_trained_may_change(trained, override):
 
 def test_a_longer_run_needs_a_word_where_its_rates_change_on_the_way(trained):
     assert found(trained, "train.steps=20") == ["train.steps"]  # its rate is constant
-    changes.save_job(trained, loads(hooks.JOB, ["optimizer.decay=cosine"]))
+    run_folder.save_job(trained, loads(hooks.JOB, ["optimizer.decay=cosine"]))
     longer = loads(hooks.JOB, ["optimizer.decay=cosine", "train.steps=20"])
-    changes.check(changes.compare(trained, longer), longer, 8)  # all 8 steps were made
+    run_folder.check_changes(run_folder.compare_jobs(trained, longer), longer, 8)  # all 8 steps were made
     with pytest.raises(JaxparError, match=r"train.steps = 20, it was 8, up to step 7"):
-        changes.check(changes.compare(trained, longer), longer, 7)
+        run_folder.check_changes(run_folder.compare_jobs(trained, longer), longer, 7)
 
 
 def test_a_word_that_is_no_key_is_refused(trained):

@@ -11,7 +11,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.run_folder import job_of
-from jaxpar.job.pretrained import export_checkpoint
+from jaxpar.job.run_weights import export_checkpoint
 from jaxpar.job.sample import _text_job
 
 

@@ -13,8 +13,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
-from jaxpar.train.best import Best
 from jaxpar.train.metrics import Log
+from jaxpar.train.run import Best
 
 JOB = """
 [run]

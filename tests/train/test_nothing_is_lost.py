@@ -12,7 +12,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.errors import JaxparError
-from jaxpar.train.best import Best
+from jaxpar.train.run import Best
 
 RNG = np.random.default_rng(0)
 BATCHES = [{name: RNG.normal(size=[8, 4]).astype(np.float32) for name in "xy"} for _ in range(30)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import check_ranges, refuse, suggest
-from jaxpar.exchange.averaging.diloco import OuterOptimizer, outer_step
 from jaxpar.exchange.averaging.fragments import ALL, Fragment, fragments, put, share, take
+from jaxpar.exchange.averaging.local import OuterOptimizer, outer_step
 from jaxpar.exchange.base import SECTION, STEPS, Replicas, Tree, flatten_by_path
 from jaxpar.exchange.compressed.base import Compressed
 from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd

@@ -30,7 +30,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import with_saved_tokenizer
 from jaxpar.job.parts.names import settings_of
 from jaxpar.job.parts.pretrained_start import check_start
-from jaxpar.job.pretrained import start_from_params
+from jaxpar.job.run_weights import start_from_params
 from jaxpar.models.huggingface.config import read_settings
 from jaxpar.models.huggingface.folder import CONFIG, read_config
 from jaxpar.models.settings.reference_models import MODELS

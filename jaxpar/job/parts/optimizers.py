@@ -22,7 +22,7 @@ from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.checks.input_state import check_eval_params
-from jaxpar.train.best import Best
+from jaxpar.train.run import Best
 
 
 def custom_functions(job: Job) -> UserFunctions:

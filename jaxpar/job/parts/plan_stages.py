@@ -15,8 +15,8 @@ from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
 from jaxpar.parallel.pipeline_options import Pipeline
+from jaxpar.pipeline.run.model_functions import PipelineModel
 from jaxpar.pipeline.run.stage_buffers import Interleaved, slot_shapes
-from jaxpar.pipeline.run.traced_model import PipelineModel
 from jaxpar.plan.model.liveness import Estimate
 from jaxpar.plan.model.stages import FEW, LayerPrograms, StageTrace, bytes_by_rows, estimate_part
 from jaxpar.plan.techniques.base import divisors

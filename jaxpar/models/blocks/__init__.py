@@ -1,9 +1,9 @@
 """Blockwise attention: no array holds the scores of all queries and keys, forward or backward.
 
-    pairs           table of the pairs (block of queries, block of keys) that a mask does not exclude
     attention_mask  the keys that a query attends to: a function of positions and segments; checks the mask arguments
                     of `jp.attention`
-    kernel          one scan over a table of pairs, forward and backward
+    kernel          table of the pairs (block of queries, block of keys) that a mask does not exclude, and one scan over
+                    it, forward and backward
     fused           cuDNN's kernel as two calls, with its float32 statistics, for attention over a part of the keys
     attention       attention on one device, with its own backward pass
     lookup          an embedding table sharded by columns

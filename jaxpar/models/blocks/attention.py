@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.kernel import (
+    Blocks,
     FinalStatistics,
     Keys,
     Queries,
@@ -23,11 +24,6 @@ from jaxpar.models.blocks.kernel import (
     accumulator_dtype,
     finalize,
     initial_sums,
-    tie,
-    zero_grads,
-)
-from jaxpar.models.blocks.pairs import (
-    Blocks,
     join_heads,
     join_keys,
     max_block_sizes,
@@ -36,6 +32,8 @@ from jaxpar.models.blocks.pairs import (
     split_keys,
     split_positions,
     split_segments,
+    tie,
+    zero_grads,
 )
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.pipeline.run.edges import Outbox, tree_bytes
-from jaxpar.pipeline.run.part_functions import PartFunctions, floats
+from jaxpar.pipeline.run.model_functions import PartFunctions, floats
 from jaxpar.pipeline.run.places import Messages, MicrobatchId, OpTicks, ResidualPool
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers

@@ -21,7 +21,7 @@ from jax import lax
 from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox, assign_places, decode, encode, tree_bytes
-from jaxpar.pipeline.run.part_functions import floats
+from jaxpar.pipeline.run.model_functions import floats
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables.generators import forwards
 from jaxpar.pipeline.tables.schedule import Schedule

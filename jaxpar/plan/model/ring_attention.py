@@ -27,7 +27,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
 
-# most and fewest tokens of a block, and entries of all queries per score of a pair: as in `jaxpar.models.blocks.pairs`
+# most and fewest tokens of a block, and entries of all queries per score of a pair: as in `jaxpar.models.blocks.kernel`
 BLOCK, LEAST, SHARE = 512, 256, 8
 SUM = 4  # bytes of sums over blocks: float32
 
@@ -60,7 +60,7 @@ def copied_kv_heads(shape: Shape, tensor: np.ndarray | float, ulysses: np.ndarra
 
 
 def largest_block(tokens: np.ndarray | float, head_dim: np.ndarray | float) -> tuple[Any, Any]:
-    """Returns the most tokens in a block of queries and in one of keys: see `jaxpar.models.blocks.pairs`."""
+    """Returns the most tokens in a block of queries and in one of keys: see `jaxpar.models.blocks.kernel`."""
     area = np.maximum(np.floor_divide(np.multiply(tokens, head_dim), SHARE), 1)
     keys = np.minimum(BLOCK, np.maximum(LEAST, 2 ** np.ceil(np.log2(area) / 2)))
     return np.minimum(BLOCK, np.maximum(LEAST, area // keys)), keys

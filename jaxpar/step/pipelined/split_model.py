@@ -23,9 +23,9 @@ from jaxpar.models.remat import remat
 from jaxpar.models.stack import SequentialLayers, call_at_layers, intercept_layers
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.context import splits_tables
+from jaxpar.pipeline.run.model_functions import PipelineFunctions
 from jaxpar.pipeline.run.parameter_moves import regather_in_backward
 from jaxpar.pipeline.run.stage_buffers import Interleaved, load, slot_shapes
-from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import SCOPE, Blueprint, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
@@ -38,7 +38,7 @@ Parameters = Mapping[str, Any]
 
 @dataclass(eq=False)
 class Submodules:
-    """Embedding, consecutive layers, and head with loss, for `pipeline.run.traced_model.PipelineFunctions`.
+    """Embedding, consecutive layers, and head with loss, for `pipeline.run.model_functions.PipelineFunctions`.
 
     `known` is (model state, batch).
 

@@ -1,7 +1,7 @@
 """`jp.fit`: the training loop of a job as one Python call.
 
     from jaxpar.checkpoint import Checkpoints
-    from jaxpar.train.best import Best
+    from jaxpar.train.run import Best
 
     wiki = jp.Data(source="text", path="wiki.txt", tokenizer="my-llama")  # tokenizer of the training data
     jp.fit(step, data, steps=200, batch=16, run="runs/mine", eval_every=50, sets={"wiki": wiki},
@@ -48,7 +48,6 @@ from jaxpar.train.api.fit_inputs import (
     open_fit_data,
 )
 from jaxpar.train.api.saving import FOLDER
-from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults, SkippedBatches, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loggers.base import LoggedRun
@@ -57,7 +56,7 @@ from jaxpar.train.loop import run as train
 from jaxpar.train.memory_explanation import explained_state
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
-from jaxpar.train.run import Outcome, Run
+from jaxpar.train.run import Best, Outcome, Run
 from jaxpar.train.step_trace import StepTrace
 
 USUAL = Checkpoints()

@@ -18,14 +18,14 @@ from jaxpar.errors import JaxparError, Problem, file_errors, refuse
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
-from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
 from jaxpar.train.loggers.services import check_name
+from jaxpar.train.run import Best
 from jaxpar.train.step_trace import check_steps
 
 VALUES = {
     "checkpoints": (Checkpoints, "from jaxpar.checkpoint import Checkpoints; checkpoints=Checkpoints(every=50)"),
-    "best": (Best | None, "from jaxpar.train.best import Best; best=Best(metric='eval_loss', patience=3)"),
+    "best": (Best | None, "from jaxpar.train.run import Best; best=Best(metric='eval_loss', patience=3)"),
     "faults": (Faults | None, "from jaxpar.train.faults import Faults; faults=Faults(on_bad_step='skip')"),
 }
 

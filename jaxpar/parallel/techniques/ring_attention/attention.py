@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import FusedKernel
-from jaxpar.models.blocks.pairs import Blocks, max_block_sizes
+from jaxpar.models.blocks.kernel import Blocks, max_block_sizes
 from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.techniques.ring_attention import ring as zigzag

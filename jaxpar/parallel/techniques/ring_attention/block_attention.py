@@ -37,6 +37,7 @@ from jaxpar.models.blocks.attention import final_statistics
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import FusedKernel, merge
 from jaxpar.models.blocks.kernel import (
+    Blocks,
     FinalStatistics,
     KernelSums,
     Keys,
@@ -45,14 +46,9 @@ from jaxpar.models.blocks.kernel import (
     accumulate,
     accumulate_grads,
     accumulator_dtype,
+    all_pairs,
     finalize,
     initial_sums,
-    tie,
-    zero_grads,
-)
-from jaxpar.models.blocks.pairs import (
-    Blocks,
-    all_pairs,
     join_heads,
     join_keys,
     pairs,
@@ -60,6 +56,8 @@ from jaxpar.models.blocks.pairs import (
     split_keys,
     split_positions,
     split_segments,
+    tie,
+    zero_grads,
 )
 from jaxpar.parallel.techniques.ring_attention.ring import RingDevices, zigzag_chunks
 
