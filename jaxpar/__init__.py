@@ -47,7 +47,7 @@ _MODULES = {
     "JaxparError": "jaxpar.errors",
     "simulate": "jaxpar.mesh.devices",
     "Parallel": "jaxpar.parallel.declaration",
-    "Pipeline": "jaxpar.parallel.pipeline_options",
+    "Pipeline": "jaxpar.parallel.declaration",
     "Exchange": "jaxpar.exchange.table",
     "pipelined": "jaxpar.models.stack",
     "compose": "jaxpar.train.api.train_step",

@@ -19,7 +19,7 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.measure.layers import layers
 from jaxpar.parallel.compose import compose
-from jaxpar.parallel.pipeline_options import FOUND, Pipeline
+from jaxpar.parallel.declaration import FOUND, Pipeline
 from jaxpar.partition.chain import dumps
 from jaxpar.partition.stages import PartitionStage
 from jaxpar.sharding.names import Compute, by_path

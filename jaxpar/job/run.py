@@ -46,7 +46,7 @@ from jaxpar.measure.record import versions, where
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
-from jaxpar.parallel.pipeline_options import UNNAMED
+from jaxpar.parallel.declaration import UNNAMED
 from jaxpar.step.init_state import init_state
 from jaxpar.step.model_flop import model_flop
 from jaxpar.step.state import State

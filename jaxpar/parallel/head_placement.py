@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES
-from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.declaration import HELD, LEAST, PHASED, UNNAMED, Parallel
 from jaxpar.parallel.layout import Layout, Placement, with_note
-from jaxpar.parallel.pipeline_options import HELD, LEAST, PHASED, UNNAMED
 from jaxpar.sharding.names import Blueprint, Compute, Tree, Use, by_path, nest, shard_bytes
 from jaxpar.sharding.stacks import Lists
 from jaxpar.units import show_bytes

@@ -1,8 +1,7 @@
 """Checks the options of a pipeline, as far as they do not depend on model and devices."""
 
 from jaxpar.errors import Problem
-from jaxpar.parallel.declaration import Parallel
-from jaxpar.parallel.pipeline_options import FOUND, Pipeline
+from jaxpar.parallel.declaration import FOUND, Parallel, Pipeline
 from jaxpar.pipeline.tables.schedule import Schedule
 
 

@@ -30,7 +30,7 @@ from jaxpar.data.tokens import RunTokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job.check import check
 from jaxpar.job.file.dump import dumps
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_loss
 from jaxpar.job.sample import SamplingRequest, sample

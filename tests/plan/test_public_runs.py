@@ -28,7 +28,7 @@ from jaxpar.parallel.declaration import DECLARED
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import select
 from jaxpar.plan.machine.software import TORCHTITAN, SoftwareModel
-from jaxpar.plan.measurements.error_estimate import ErrorEstimate, HeldOutRun, estimate, load_published
+from jaxpar.plan.measurements.prediction_errors import ErrorEstimate, HeldOutRun, estimate, load_published
 from jaxpar.plan.model.state_bytes import JAXPAR, MEGATRON, PAPER, Recipe
 from jaxpar.plan.model_protocol import Transformer
 from jaxpar.plan.search import Plan, Question, Ranked, describe, predict, search

@@ -21,9 +21,10 @@ from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
 from jaxpar.plan.machine.software import JAXPAR_FUSED, MAXTEXT, TORCHTITAN
 from jaxpar.plan.machine.stacks import EAGER, INTERNLM
-from jaxpar.plan.measurements.calibrate import BELIEF, calibrate
-from jaxpar.plan.measurements.error_estimate import (
+from jaxpar.plan.measurements.prediction_errors import (
+    BELIEF,
     HeldOutRun,
+    calibrate,
     coverage,
     estimate,
     expected_error,

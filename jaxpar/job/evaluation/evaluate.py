@@ -25,7 +25,7 @@ from jaxpar.job.check import resolve
 from jaxpar.job.evaluation.evaluated_model import EvaluatedModel
 from jaxpar.job.evaluation.open_model import is_checkpoint, open_pretrained, open_run
 from jaxpar.job.evaluation.text_bytes import TextSize, text_size
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.run_folder import NAME
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data, open_sets

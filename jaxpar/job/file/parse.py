@@ -16,7 +16,7 @@ from jaxpar.errors import FEW, JaxparError, Problem, first_problems, refuse, sug
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.dump import toml_value
-from jaxpar.job.file.model_folder import expand_model_folder
+from jaxpar.job.file.imports import expand_model_folder
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, iter_tables
 from jaxpar.other_names import OTHER_NAMES, OTHER_VALUES
 

@@ -16,7 +16,7 @@ from jaxpar.data.tokenizers.encoders import END, end_token, load
 from jaxpar.data.tokenizers.tokenizer_facts import TokenizerFacts, read_tokenizer
 from jaxpar.data.tokens import KEPT
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.models.huggingface.folder import end_ids
 from jaxpar.parallel.declaration import Parallel

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.errors import refuse, suggest, user_code_errors
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.step.evaluation_loss import DERIVED, MEASURES
 from jaxpar.train.loggers.services import check_name, open_logger

@@ -14,7 +14,7 @@ import jax
 
 from jaxpar.data.validate import BatchSpec
 from jaxpar.errors import JaxparError, Problem, first_problems, refuse, suggest, user_code_errors
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
 from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_table, settings_of

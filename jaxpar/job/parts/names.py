@@ -10,8 +10,7 @@ from typing import Any
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import PADDING, most_rows, read_tokenizer
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
-from jaxpar.job.file.import_object import import_object
-from jaxpar.job.file.model_folder import unknown_model_problem
+from jaxpar.job.file.imports import import_object, unknown_model_problem
 from jaxpar.job.file.parse import validate
 from jaxpar.job.file.schema import Job
 from jaxpar.models.settings.fine_tuning import DPO

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.optim import chain, muon

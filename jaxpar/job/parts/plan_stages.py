@@ -12,9 +12,8 @@ from jax.extend.core import Jaxpr
 from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.jaxprs.dataflow import Traced, shapes
 from jaxpar.parallel.compose import compose
-from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.declaration import Parallel, Pipeline
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
-from jaxpar.parallel.pipeline_options import Pipeline
 from jaxpar.pipeline.run.model_functions import PipelineModel
 from jaxpar.pipeline.run.stage_buffers import Interleaved, slot_shapes
 from jaxpar.plan.model.liveness import Estimate

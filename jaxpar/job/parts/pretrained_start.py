@@ -14,7 +14,7 @@ from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import NAME, read_tokenizer
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.dump import toml_value
-from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
 from jaxpar.models.huggingface.config import differences

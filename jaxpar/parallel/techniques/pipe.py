@@ -1,10 +1,9 @@
 """Pipeline parallelism: stages of consecutive layers, run by the table of a schedule."""
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.parallel.declaration import Axes, Parallel
+from jaxpar.parallel.declaration import Axes, Parallel, Pipeline
 from jaxpar.parallel.head_placement import choose_schedule, merge_lists_into_stacks, place_head
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline_options import Pipeline
 from jaxpar.parallel.techniques.base import Compose, Technique
 from jaxpar.sharding.names import shard_bytes
 from jaxpar.units import show_bytes

@@ -41,7 +41,7 @@ class Hardware:
       streaming: Share of the memory's bandwidth in elementwise ops.
       launch: Seconds of a kernel or a collective before its first byte.
       jitter: Standard deviation of step time between devices, relative to the step time.
-      calibration: Factor on all seconds of a step, calibrated on runs: `jaxpar.plan.measurements.calibrate`.
+      calibration: Factor on all seconds of a step, calibrated on runs: `jaxpar.plan.measurements.prediction_errors`.
       source: Source of the numbers for which `chip` and `gemm` do not name one.
     """
 

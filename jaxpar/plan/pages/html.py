@@ -23,7 +23,7 @@ from jaxpar.html.markup import (
     tag,
     tile,
 )
-from jaxpar.plan.measurements.error_estimate import expected_error
+from jaxpar.plan.measurements.prediction_errors import expected_error
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.terminal import (
     batch_of,

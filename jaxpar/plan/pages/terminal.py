@@ -14,7 +14,7 @@ from jaxpar.columns import fold, table, terminal_width
 from jaxpar.html.markup import Markup
 from jaxpar.plan.causes import PALE, Style
 from jaxpar.plan.enumeration import select_one
-from jaxpar.plan.measurements.error_estimate import estimate_for, expected_error
+from jaxpar.plan.measurements.prediction_errors import estimate_for, expected_error
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, predict
 from jaxpar.plan.speed import cost, improvements, mfu_without_mask, speed
 from jaxpar.plan.techniques.table import TECHNIQUES

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.parallel.pipeline_options import HELD, LEAST
+from jaxpar.parallel.declaration import HELD, LEAST
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Schedule

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.mesh.chips import CHIPS
+from jaxpar.parallel.declaration import FOUND
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipeline_options import FOUND
 from jaxpar.parallel.specs import update_specs
 from jaxpar.parallel.techniques.context import chip_key
 from jaxpar.partition.fixed_replicas import BestCut, find_stages

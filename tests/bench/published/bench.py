@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.measure.record import commit, versions
-from jaxpar.plan.measurements.error_estimate import HeldOutRun, load_published
+from jaxpar.plan.measurements.prediction_errors import HeldOutRun, load_published
 
 from ..published.first import first
 from ..published.held_out import HeldOut, held_out, residual
@@ -49,7 +49,7 @@ def left_out(path: str | None, *, by: str = "group", html: str = "", to: str = "
       path: As in `runs`.
       by: What is left out together, one of `judged.BY`.
       html: As in `runs`.
-      to: Where to write the errors, as `jaxpar.plan.measurements.error_estimate` reads them; "" writes none.
+      to: Where to write the errors, as `jaxpar.plan.measurements.prediction_errors` reads them; "" writes none.
 
     Raises:
       JaxparError: As in `runs`.

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.plan.measurements.calibrate import BELIEF
-from jaxpar.plan.measurements.error_estimate import HeldOutRun
+from jaxpar.plan.measurements.prediction_errors import BELIEF, HeldOutRun
 
 from ..published.fit import Values, fit, predicted, solve, values_of
 from ..published.judged import BY, Judged
@@ -63,7 +62,7 @@ def after_one(some: Sequence[Judged], *, belief: float = BELIEF) -> tuple[float,
     """Returns the mean error of a group's other runs after calibration on one of them; 0 where there is no other.
 
     The mean over every choice of the one, and that of the most central one: of the median error. All are as
-    `jaxpar.plan.measurements.calibrate` has it: a pace multiplies all seconds.
+    `jaxpar.plan.measurements.prediction_errors` has it: a pace multiplies all seconds.
     """
     rest = np.log1p([each.error for each in some])
     if len(rest) < 2:
@@ -74,7 +73,7 @@ def after_one(some: Sequence[Judged], *, belief: float = BELIEF) -> tuple[float,
 
 
 def residual(each: Judged) -> HeldOutRun:
-    """Returns a held-out prediction as `jaxpar.plan.measurements.error_estimate` keeps it."""
+    """Returns a held-out prediction as `jaxpar.plan.measurements.prediction_errors` keeps it."""
     run = each.run
     return HeldOutRun(
         system=run.row["system"], group=run.group, stack=run.practice, chip=run.hardware.chip.key,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.plan.measurements.error_estimate import coverage, estimate, load_published
+from jaxpar.plan.measurements.prediction_errors import coverage, estimate, load_published
 
 from ..published.constants import CONSTANTS
 from ..published.held_out import HeldOut, after_one, residual

@@ -1,4 +1,4 @@
-"""The expected error of a prediction, from held-out errors of published runs (leave-one-system-out).
+"""Errors of predictions: expected from held-out errors of published runs, and corrected by one measured run.
 
     expected error     mean absolute error of the most similar runs
     interval           90 % quantile of their absolute errors
@@ -9,25 +9,42 @@ are in `without_system.csv`, written by `python -m tests.bench.planner --runs pa
 and in `unseen_systems.csv`, written by `python -m tests.bench.planner --runs tests/bench/unseen_runs.csv --write FILE`:
 runs of nine more systems, collected when the constants stood. A system is a training program, such as Megatron-LM, in
 all versions and on all chips; none of the runs is of jaxpar. All runs are of decoders: none is published for others.
+
+Calibration on one measured run multiplies all predicted seconds of a step by
+
+    pace  =  (measured / predicted) ^ belief
+
+A single run says little about its machine, because errors vary more between runs of one machine than between machines;
+so `BELIEF`, the exponent, is below a half.
 """
 
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import combinations
+from typing import Protocol
 
 import numpy as np
 
+from jaxpar.errors import refuse
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.search import Question, Ranked
+from jaxpar.plan.time import step_time
 
 NEAREST = 60  # most similar runs: fewer come from one or two systems, more are not similar
 SHARE = 0.9  # share of the runs that an interval has to contain
 # distances of two runs: another chip, only one with a pipeline, only one with a tensor axis, ten times the devices,
 # another software
 CHIP, PIPE, TENSOR, DECADE, STACK = 2.0, 1.0, 0.5, 1.0, 0.5
+# share of the variance of logarithmic held-out errors that is between groups of runs: .18 if every run has equal weight
+# (one-way analysis of variance), .48 if each of 16 groups has equal weight; this is about their geometric mean
+BELIEF = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,3 +183,66 @@ def coverage(runs: Sequence[HeldOutRun]) -> float:
     """Returns the share of runs whose error is within the interval from the runs of other systems."""
     hits = [abs(a.error) <= estimate(a, [b for b in runs if b.system != a.system]).interval for a in runs]
     return sum(hits) / len(hits)
+
+
+class MeasuredRun(Protocol):
+    """A timed run, such as `tests.bench.published.read.Run`."""
+
+    @property
+    def name(self) -> str:
+        """Description of the run."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Source of the seconds."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a step."""
+        ...
+
+    @property
+    def shape(self) -> Shape:
+        """The model."""
+        ...
+
+    @property
+    def candidate(self) -> Candidate:
+        """The layout."""
+        ...
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine before calibration."""
+        ...
+
+    @property
+    def software(self) -> SoftwareModel:
+        """The software model of the training program."""
+        ...
+
+
+def calibrate(run: MeasuredRun, *, belief: float = BELIEF) -> Hardware:
+    """Returns the machine of a run with the pace calibrated on it, and the run in its `source`.
+
+    Args:
+      run: One layout, with its measured seconds of a step.
+      belief: Share of the difference that the machine takes: with 1 the prediction equals the run, with 0 the machine
+        stays unchanged.
+
+    Raises:
+      JaxparError: If the seconds are not positive and finite, or the belief is not within 0 to 1.
+    """
+    if not 0 < run.seconds < float("inf") or not 0 <= belief <= 1:
+        raise refuse(
+            f"{run.name} in {run.seconds} s a step, believed by {belief}",
+            rule="a step takes seconds above 0, and belief is 0 to 1",
+            fix="calibrate(run)",
+        )
+    machine = run.hardware
+    expected = float(step_time(run.shape, run.candidate, machine, run.software).total)
+    pace = machine.calibration * (run.seconds / expected) ** belief
+    note = f"times multiplied by {pace:.3f}, fitted on {run.name}, {run.seconds:.4g} s a step: {run.source}"
+    return replace(machine, calibration=pace, source=f"{note}; {machine.source}")
