@@ -11,8 +11,7 @@ from jaxpar.units import parse_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from jaxpar.partition.chain import Chain
-    from jaxpar.partition.objective import Objective
-    from jaxpar.partition.topology import Topology
+    from jaxpar.partition.objective import Objective, Topology
 
 EXAMPLE = """\
   $ jaxpar partition configs/files/pipedream/vgg16.graph.txt 16@10Gb/s
@@ -90,9 +89,8 @@ def run_partition(args: argparse.Namespace) -> tuple[Any, int]:
     from math import inf
 
     from jaxpar.partition.chain import linearise, load
-    from jaxpar.partition.objective import Objective
+    from jaxpar.partition.objective import Objective, parse
     from jaxpar.partition.partitioner import partition
-    from jaxpar.partition.topology import parse
 
     topology = parse(args.levels)
     objective = Objective(

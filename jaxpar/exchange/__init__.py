@@ -6,7 +6,7 @@
     averaging/   replicas that differ and synchronize every N steps
     population/  members that see the same examples with different optimizer settings
     compressed/  gradients sent as codes
-    low_rank     gradients sent as products of thin matrices
+    low_rank_gradients  gradients sent as products of thin matrices
     clock/       simulates stale gradients: a virtual clock decides when each gradient is applied
     collectives/ collectives as rounds of messages, which run on devices and have a price in seconds
     table        the exchanges that a job may name

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Keywords, Problem, refuse, suggest
 from jaxpar.exchange.collectives import algorithms
-from jaxpar.exchange.traffic import ShardShape, Traffic
+from jaxpar.mesh.collective import ShardShape, Traffic
 from jaxpar.units import show_bytes
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.errors import Problem, check_ranges
 from jaxpar.exchange.base import SECTION, Tree, flatten_by_path
 from jaxpar.exchange.compressed.base import CAUSE, SelectiveExchange
-from jaxpar.exchange.traffic import ShardShape, Traffic
+from jaxpar.mesh.collective import ShardShape, Traffic
 
 if TYPE_CHECKING:
     import jax

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.exchange.traffic import ShardShape
+from jaxpar.mesh.collective import ShardShape
 
 Arrays = dict[str, jax.Array]
 

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.exchange.collectives.algorithms import all_reduce_rounds, padded_size
 from jaxpar.exchange.collectives.executor import check_all_reduce, permutes, run_rounds
-from jaxpar.exchange.traffic import ShardShape, Traffic
-from jaxpar.mesh.collective import Collective
+from jaxpar.mesh.collective import Collective, ShardShape, Traffic
 from jaxpar.sharding.names import Tree, short_dtype
 
 AXIS = "data"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.traffic import ShardShape, Traffic
+from jaxpar.mesh.collective import ShardShape, Traffic
 from jaxpar.models.settings.computing import Logits
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.placement import Placement, unsplit_note

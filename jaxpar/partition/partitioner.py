@@ -15,9 +15,8 @@ from typing import Any
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.partition.chain import Chain
 from jaxpar.partition.dynamic_program import CLOSE, Tables
-from jaxpar.partition.objective import Bytes, Objective, Seconds
+from jaxpar.partition.objective import Bytes, Level, Objective, Seconds, Topology, devices, levels
 from jaxpar.partition.stages import PartitionStage, Segment, plan_name, price_stages
-from jaxpar.partition.topology import Level, Topology, devices, levels
 from jaxpar.units import show_bytes, show_seconds
 
 HEADINGS = (

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from jaxpar.partition.chain import Chain
-from jaxpar.partition.objective import Objective, sends
-from jaxpar.partition.topology import Level, devices
+from jaxpar.partition.objective import Level, Objective, devices, sends
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.replica_mesh import piece_spec
-from jaxpar.exchange.traffic import ShardShape, Traffic, piece_dim
+from jaxpar.mesh.collective import ShardShape, Traffic, piece_dim
 from jaxpar.optim.eval_params import eval_arrays, eval_params
 from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.parallel.layout import Layout, trained_shards

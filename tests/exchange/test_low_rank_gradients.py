@@ -15,7 +15,7 @@ from tiny import assert_same_arrays
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.low_rank_matrices import Matrix, matrix
-from jaxpar.exchange.traffic import ShardShape
+from jaxpar.mesh.collective import ShardShape
 from jaxpar.parallel.layout import replica_messages
 
 ALONE, WHOLE, EVERY = {"data": 4}, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}

@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.exchange.averaging import gossip, streaming
 from jaxpar.exchange.averaging.fragments import fragments
 from jaxpar.exchange.replica_mesh import ReplicaMesh
-from jaxpar.exchange.traffic import ShardShape
+from jaxpar.mesh.collective import ShardShape
 from jaxpar.parallel.layout import replica_messages, trained_shards
 
 WHOLE = {"data": 4, "fsdp": 2}

@@ -30,9 +30,8 @@ from jaxpar.exchange.clock.base import (
 )
 from jaxpar.exchange.clock.methods import Backup, Stale
 from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd, Downpour, TwoLevels
-from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
-from jaxpar.mesh.collective import Collective
+from jaxpar.mesh.collective import Collective, Traffic
 from jaxpar.train import virtual_clock
 
 EXPONENTIAL = WorkerTimes(law=Exponential())

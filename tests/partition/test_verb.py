@@ -15,7 +15,7 @@ from jaxpar.cli import partition as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load as load_job
-from jaxpar.partition.topology import parse
+from jaxpar.partition.objective import parse
 from jaxpar.units import parse_rate
 
 DATA = Path(__file__).parents[1] / "partition" / "pipedream"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.traffic import ShardShape
+from jaxpar.mesh.collective import ShardShape
 
 Fragment = Mapping[str, slice]  # parameter path -> the slice of its dim 0 (layers); all, if it is not a stack
 ALL = slice(None)

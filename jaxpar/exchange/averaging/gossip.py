@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpar.errors import Problem, check_ranges, refuse, suggest
 from jaxpar.exchange.base import SECTION, STEPS, Exchange, Replicas
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.mesh.collective import Traffic
 
 if TYPE_CHECKING:
     from jaxpar.exchange.replica_mesh import ReplicaMesh

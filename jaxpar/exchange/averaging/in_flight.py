@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
-from jaxpar.exchange.traffic import ShardShape
+from jaxpar.mesh.collective import ShardShape
 
 
 def depart(tree: Mapping[str, jax.Array], between: ReplicaMesh) -> dict[str, jax.Array]:

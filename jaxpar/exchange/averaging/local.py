@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.base import NO_MODEL, SECTION, STEPS, Exchange, Replicas, Tree, check_algorithm
-from jaxpar.exchange.traffic import ShardShape, Traffic
+from jaxpar.mesh.collective import ShardShape, Traffic
 
 if TYPE_CHECKING:
     import optax

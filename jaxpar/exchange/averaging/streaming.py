@@ -20,7 +20,7 @@ from jaxpar.exchange.averaging.local import OuterOptimizer, outer_step
 from jaxpar.exchange.base import SECTION, STEPS, Replicas, Tree, flatten_by_path
 from jaxpar.exchange.compressed.base import Compressed
 from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.mesh.collective import Traffic
 
 if TYPE_CHECKING:
     from jaxpar.exchange.replica_mesh import ReplicaMesh

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, check_ranges, refuse, suggest
 from jaxpar.exchange.collectives.algorithms import traffic_seconds
-from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
+from jaxpar.mesh.collective import Traffic
 
 BLOCK = 1024  # random delays that are drawn per call
 

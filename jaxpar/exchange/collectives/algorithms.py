@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
+from jaxpar.mesh.collective import Traffic
 
 # Messages between devices: part of an array, source and target, in rounds.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.errors import Problem, check_ranges, refuse
 from jaxpar.exchange.base import SECTION, STEPS, Exchange, Tree, flatten_by_path
-from jaxpar.exchange.traffic import ShardShape, Traffic, piece_dim, round_up
+from jaxpar.mesh.collective import ShardShape, Traffic, piece_dim, round_up
 
 if TYPE_CHECKING:
     import jax

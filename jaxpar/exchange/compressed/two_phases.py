@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh, piece_spec
-from jaxpar.exchange.traffic import round_up
+from jaxpar.mesh.collective import round_up
 
 Arrays = Mapping[str, jax.Array]
 

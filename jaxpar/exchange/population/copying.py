@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.exchange.replica_mesh import AXIS
-from jaxpar.exchange.traffic import Traffic
-from jaxpar.mesh.collective import Collective
+from jaxpar.mesh.collective import Collective, Traffic
 from jaxpar.sharding.names import Tree, short_dtype
 
 

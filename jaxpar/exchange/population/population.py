@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Problem, check_ranges, refuse
 from jaxpar.exchange.base import NO_MODEL, STEPS, Exchange, Replicas, Tree
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.mesh.collective import Traffic
 
 if TYPE_CHECKING:
     import jax

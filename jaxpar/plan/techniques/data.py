@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.exchange.traffic import ShardShape
+from jaxpar.mesh.collective import ShardShape
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.hardware import Hardware
