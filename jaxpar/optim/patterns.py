@@ -7,7 +7,7 @@ blocks/0*    as in a shell; `*` crosses "/" too
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from jaxpar.errors import Problem, suggest
+from jaxpar.errors import Problem, refuse, suggest
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -18,6 +18,20 @@ def matches(path: str, pattern: str) -> bool:
 def has_prefix(path: str, prefix: str) -> bool:
     """Whether a path equals this prefix, or begins with it and a "/"."""
     return path == prefix.strip("/") or path.startswith(prefix.strip("/") + "/")
+
+
+def as_patterns(key: str, given: str | Iterable[str]) -> tuple[str, ...]:
+    """Returns a user's patterns as a tuple; a text alone is one pattern.
+
+    Raises:
+      JaxparError: If one is no text.
+    """
+    patterns = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if invalid := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise refuse(
+            f"{key}: {invalid[0]!r:.60}", rule="a pattern of paths is text", fix=f'{key}: ["embed", "blocks/0*"]'
+        )
+    return patterns
 
 
 def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:

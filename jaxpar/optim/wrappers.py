@@ -42,7 +42,7 @@ from optax.schedules import InjectStatefulHyperparamsState
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.optim.muon import STACKS, Names
-from jaxpar.optim.patterns import matching, unmatched
+from jaxpar.optim.patterns import as_patterns, matching, unmatched
 
 _COUNTS = (optax.ScaleByScheduleState, InjectStatefulHyperparamsState, optax.contrib.ScheduleFreeState)
 # optax optimizers that take a norm, a root mean square, a maximum or singular vectors of an array
@@ -64,7 +64,7 @@ def freeze(
     """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise refuse(f"freeze({optimizer!r:.60}, ...)", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
-    frozen, trained = _patterns("paths", paths), _patterns("but", but)
+    frozen, trained = as_patterns("freeze", paths), as_patterns("freeze, but", but)
 
     def labels(params):
         return label_params(params, frozen, trained)
@@ -99,15 +99,6 @@ def no_update() -> optax.GradientTransformation:
         return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _patterns(name: str, given: Iterable[str]) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else tuple(given)
-    if invalid := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-        raise refuse(
-            f"freeze({name}={invalid[0]!r:.60})", rule="a pattern of paths is text", fix='["embed", "blocks/0*"]'
-        )
-    return patterns
 
 
 def pause_schedules(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from jaxpar.errors import refuse, user_code_errors
+from jaxpar.errors import JaxparError, refuse, user_code_errors
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
 from jaxpar.models.islands import use_islands
-from jaxpar.optim.patterns import matching
+from jaxpar.optim.patterns import matching, unmatched
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.read_parameter import read_parameter
@@ -86,12 +86,14 @@ class TracedLoss:
           frozen: Patterns of paths of parameters that have no gradient.
 
         Raises:
-          JaxparError: If the model or the loss does not accept the batch, or if the program has more than `LARGEST`
-            equations.
+          JaxparError: If a pattern matches no parameter, if the model or the loss does not accept the batch, or if the
+            program has more than `LARGEST` equations.
         """
         params, *others = self.arguments
         structure = jax.tree.structure(params)
         leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+        if problems := unmatched("frozen", frozen, [*leaves]):
+            raise JaxparError(*problems)
         fixed = {*matching(leaves, frozen), *(path for path, leaf in leaves.items() if not _is_float(leaf))}
         trained = [path for path in leaves if path not in fixed]
 

@@ -13,7 +13,9 @@ from jaxpar.specs.names import NamedSpecs
 from jaxpar.step.numerics import DTYPES
 
 
-def check_arguments(batch: object, parallel: object, precision: object, memory: object) -> None:
+def check_arguments(
+    batch: object, parallel: object, precision: object, memory: object, examples: object = False
+) -> None:
     """Raises a `JaxparError` with the problems of arguments of `find_specs`."""
     problems = [*_batch_problems(batch)]
     if not isinstance(parallel, Parallel):
@@ -29,6 +31,9 @@ def check_arguments(batch: object, parallel: object, precision: object, memory: 
         problems.append(
             Problem(f"memory={memory!r:.60}", "a number of bytes, or None for no limit", "memory=60 * 2**30")
         )
+    if not isinstance(examples, bool):
+        rule = "whether the axes may split examples too"
+        problems.append(Problem(f"examples={examples!r:.60}", rule, "examples=True"))
     if problems:
         raise JaxparError(*problems)
 
@@ -69,13 +74,16 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
             differing[own] = (
                 f"paths {own!r}: {show_names(parallel.paths[own])} (found: {show_names(named.paths[found])})"
             )
-    activations = {
-        key: names for key, names in named.activations.items() if not _has_user_key(key, parallel.activations)
-    }
-    for key in named.activations.keys() - activations.keys():
-        differing[key] = f"activations {key!r} (found: {show_names(named.activations[key])})"
+    activations = {}
+    for key, names in named.activations.items():
+        own = [tuple(parallel.activations[line]) for line in _user_keys(key, parallel.activations)]
+        if not own:
+            activations[key] = names
+        elif own != [tuple(names)]:
+            differing[key] = f"activations {key!r} (found: {show_names(names)})"
     for name in sorted({*named.names.values()} & {*parallel.rules}):
-        differing[name] = f"rules {name!r}: {parallel.rules[name]}"
+        if name not in named.rules or parallel.rules[name] != named.rules[name]:
+            differing[name] = f"rules {name!r}: {parallel.rules[name]}"
     names = replace(
         parallel,
         specs="",
@@ -91,11 +99,12 @@ def _first_pattern(paths: Mapping[str, Any], path: str) -> str | None:
     return next((pattern for pattern in paths if re.search(rf"(^|/)(?:{pattern})$", path)), None)
 
 
-def _has_user_key(key: str, own: Mapping[str, Any]) -> bool:
-    """Whether the user's own declaration already names the activations of this key."""
+def _user_keys(key: str, own: Iterable[str]) -> list[str]:
+    """Returns the user's own keys that name the activations of this key."""
     line = parse_line(key)
-    lines = [parse_line(each) for each in own]
-    return line is not None and any(each is not None and each.wins_over(line) for each in lines)
+    if line is None:
+        return []
+    return [text for text in own if (user_line := parse_line(text)) is not None and user_line.wins_over(line)]
 
 
 def show_names(names: Iterable[str | None]) -> str:

@@ -126,6 +126,14 @@ REFUSED = {
         "jp.Parallel(expert=4) without specs, whose experts are read from the model's use or named by paths; or "
         'jp.Parallel(tensor=4, specs="found"), which splits experts',
     ),
+    "a frozen path of no parameter": (
+        lambda: find(frozen=["up/kernle"]),
+        "frozen: 'up/kernle' matches nothing",
+        "did you mean 'up/kernel'?",
+    ),
+    "a frozen word": (lambda: find(frozen="kernel"), "frozen: 'kernel' matches nothing", "did you mean '*/kernel'?"),
+    "a frozen number": (lambda: find(frozen=[3]), "frozen: 3", '"blocks/0*"'),
+    "a word for examples": (lambda: find(examples="no"), "examples='no'", "examples=True"),
     "an unknown precision": (lambda: find(precision="bf61"), "precision='bf61'", "bf16"),
     "an unknown chip": (lambda: find(chip="h101"), "chip='h101'", "h100"),
     "no chip": (lambda: find(chip=None), "chip=None", "h100"),
@@ -263,6 +271,16 @@ def test_names_of_the_users_own_win_and_are_named(case):
     assert not any(line.startswith(f"{UP} ") for line in given) or case != "a line"
     assert words in result.explain()
     assert words in result.sentence
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 8}, {"context": 2, "tensor": 4}], ids=["one axis", "two axes"])
+def test_names_that_were_found_before_do_not_differ(sizes):
+    """A job that `jaxpar specs --write` wrote has all names of its own, and these are the ones found."""
+    first = find(jp.Parallel(**sizes))
+    again = find(first.parallel)
+    assert first.parallel.activations
+    assert again.differing == ()
+    assert again.parallel == first.parallel
 
 
 def test_a_layout_says_which_names_of_the_users_own_won():
