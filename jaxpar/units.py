@@ -45,8 +45,8 @@ def parse_bytes(text: str | float) -> int:
     return int(float(match[1]) * scale[match[2]])
 
 
-def parse_rate(text: str) -> float:
-    """Parses a bandwidth such as `12GB/s`, `12GB` or, in bits, `10Gb/s`; returns bytes per second.
+def parse_rate(text: str | float) -> float:
+    """Parses a bandwidth such as `12GB/s`, `12GB` or, in bits, `10Gb/s`; returns bytes per second, as a number is.
 
     Raises:
       JaxparError: If the text is no bandwidth.
@@ -54,6 +54,7 @@ def parse_rate(text: str) -> float:
     >>> parse_rate("10Gb/s")
     1250000000.0
     """
+    text = f"{int(text)}B" if isinstance(text, Real) and 0 <= float(text) < math.inf else str(text)
     bits = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(?:b|bit)(?:/s|ps)\s*", text)
     if bits:
         return float(bits[1]) * 1000.0 ** " kMGT".index(bits[2] or " ") / 8

@@ -81,6 +81,22 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
                 rule="a step is compiled for the shapes of a batch",
                 fix='jp.inspect(step, {"inputs": jax.ShapeDtypeStruct((32, 128), "int32"), ...})',
             )
+        unknown = [*(key for key in kwargs if key not in ("batch", "sync_round"))]
+        unknown += (
+            ["roles"] * bool(roles)
+            + ["mesh"] * (mesh is not None)
+            + ["a second batch"] * (len(args) + ("batch" in kwargs) > 1)
+        )
+        if unknown:
+            raise refuse(
+                f"jp.inspect(step, batch) with {', '.join(unknown)}",
+                rule="a step has devices and roles of its own; jp.inspect takes its batch and sync_round",
+                fix='jp.inspect(step, batch); jp.target_devices("h100:1x8") at first compiles it for absent GPUs',
+            )
+        sync_round = kwargs.get("sync_round", 0)
+        if type(sync_round) is not int or sync_round < 0:
+            rule = "the number of the sync round that ends the step, from 1; 0 for none"
+            raise refuse(f"sync_round={sync_round!r:.60}", rule=rule, fix="sync_round=1")
         return build_report(step_subject(program, *args, **kwargs))
     return build_report(from_function(program, args, kwargs, roles=roles, mesh=mesh))
 

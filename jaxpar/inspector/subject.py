@@ -6,6 +6,7 @@ Of a training step, every array has the name that the model gives it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -146,11 +147,13 @@ def from_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[s
     Raises:
       JaxparError: If it is not jitted, or its arguments are on several meshes.
     """
-    if not hasattr(function, "lower"):
+    if isinstance(function, str | Path) or not hasattr(function, "lower"):
         raise refuse(
             f"inspect({getattr(function, '__name__', function)!r:.60}, ...)",
             rule="jp.inspect takes a jitted function, or a step of jp.train_step",
-            fix="jax.jit(f), with arguments that have shardings",
+            fix="jaxpar inspect JOB, for the file of a job"
+            if isinstance(function, str | Path)
+            else "jax.jit(f), with arguments that have shardings",
         )
     if isinstance(roles, str) or not isinstance(roles, Sequence):
         raise refuse(

@@ -21,6 +21,7 @@ from jaxpar.models.settings.computing import HOPPER, why_no_part
 from jaxpar.parallel.declaration import DECLARED, OPTIONAL
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.enumeration import check_counts
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, known_machines
 from jaxpar.plan.machine.hardware_file import load_hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
@@ -116,6 +117,8 @@ def model_question(
     Raises:
       JaxparError: As `question` does.
     """
+    check_counts(devices, rows)
+    _check_options(per_node, options)
     price, schedules = _price(options.get("price")), _schedules(options.get("schedules"))
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := options.get(key)) is not None}
     if slow_links := [key for key, rate in rates.items() if rate < 1]:
@@ -146,6 +149,16 @@ def model_question(
     )
 
 
+def _check_options(per_node: object, options: Mapping[str, object]) -> None:
+    """Raises an error unless the devices of a node are a whole number, and the kernel of attention a known one."""
+    if per_node is not None and type(per_node) is not int:
+        rule = "the number of GPUs that NVLink joins is whole, or None for the chip's usual number"
+        raise refuse(f"per_node={per_node!r:.60}", rule=rule, fix="per_node=8")
+    if (attention := options.get("attention")) not in (None, "fused", "unfused"):
+        fix = suggest(str(attention), ("fused", "unfused"))
+        raise refuse(f"attention={attention!r:.60}", rule="attention is fused or unfused", fix=fix)
+
+
 def _schedules(text: str | None) -> tuple[str, ...]:
     """Parses schedule names separated by commas, or "all"; () without text."""
     names = tuple(LIBRARY) if text == "all" else tuple(name.strip() for name in text.split(",")) if text else ()
@@ -153,7 +166,7 @@ def _schedules(text: str | None) -> tuple[str, ...]:
         raise refuse(
             f"--schedules {unknown[0]}",
             rule=f"schedules are {', '.join(LIBRARY)}, with commas, or all",
-            fix=f"--schedules {suggest(unknown[0], LIBRARY)}",
+            fix=suggest(unknown[0], LIBRARY),
         )
     return names
 
@@ -177,6 +190,8 @@ def _choices(remat: str, schedules: tuple[str, ...]) -> Choices:
 
 def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:
     """Returns the hardware of a known chip or of a chip file."""
+    if not isinstance(chip, str):
+        raise refuse(f"chip={chip!r:.60}", rule="a chip is named by a text", fix=suggest_chip("", HARDWARE))
     if chip in HARDWARE:
         return known_machines(HARDWARE[chip], devices, per_node, between)
     if chip.endswith(".toml"):

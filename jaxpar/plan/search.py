@@ -367,7 +367,7 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
         except JaxparError:  # more than the model and the batch can use
             continue
         if (question.bytes(layouts).total <= question.limit(layouts)).any():
-            fix = f"--devices {count}, or {fix}"
+            fix = f"{count} devices, or {fix}"
             break
     return refuse(
         f"{question.devices} devices with {show_bytes(question.memory_limit)} each, of which "

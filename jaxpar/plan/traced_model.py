@@ -104,7 +104,7 @@ class TracedModel:
             raise refuse(
                 f"{devices:,} devices for {rows} examples",
                 rule=f"{replicas}, the devices, divides the examples of the global batch",
-                fix=f"--devices {max(n for n in divisors(rows) if n <= devices)}, or train.global_batch = "
+                fix=f"{max(n for n in divisors(rows) if n <= devices)} devices, or a global batch of "
                 f"{-(-rows // devices) * devices}",
             )
         supported = shape.shards.supports(layouts)

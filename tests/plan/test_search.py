@@ -210,7 +210,7 @@ def test_405b_is_planned_onto_512_gpus():
 
 
 def test_what_fits_nowhere_says_what_would_fit():
-    with pytest.raises(JaxparError, match=r"none of [\d,]+ layouts fits; the leanest needs .*\n.*\n.*--devices 128"):
+    with pytest.raises(JaxparError, match=r"none of [\d,]+ layouts fits; the leanest needs .*\n.*\n.*128 devices"):
         search(question(LLAMA_405B, 64, 512))
 
 

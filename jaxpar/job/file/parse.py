@@ -113,7 +113,9 @@ def _huge(value: object) -> Iterator[int]:
         yield from _huge(item)
 
 
-def _override(raw: dict[str, Any], text: str) -> list[Problem]:
+def _override(raw: dict[str, Any], text: object) -> list[Problem]:
+    if not isinstance(text, str):
+        return [Problem(f"override {text!r:.60}", "an override is text, section.key=value", '"train.steps=100"')]
     key, equals, value = text.partition("=")
     words = [word.strip() for word in key.split(".")]
     if not equals or len(words) < 2 or not all(words):
