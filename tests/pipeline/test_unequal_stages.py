@@ -249,6 +249,29 @@ def test_found_stages_are_said_and_train_as_flax_alone(kind):
     )
 
 
+class Complex(nnx.Module):
+    """A complex matrix between real ones, and a complex vector that no axis splits."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.classes = nnx.Linear(192, 16, rngs=rngs), nnx.Linear(16, 10, rngs=rngs)
+        self.turn = nnx.Param(0.1 * jax.random.normal(rngs.params(), (16, 16), jnp.complex64))
+        self.shift = nnx.Param(jnp.full(3, 1j))
+
+    def __call__(self, images):
+        x = self.first(images.reshape(len(images), -1)).astype(jnp.complex64) @ self.turn[...]
+        return self.classes(jnp.abs(x + self.shift[...].sum()))
+
+
+def test_stages_with_complex_parameters_train_as_flax_alone():
+    batch = batch_of(Complex)
+    parallel = jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages="found", microbatches=2))
+    optimizer = optax.sgd(0.1)
+    _, state, losses = trained(Complex, batch, parallel, optimizer)
+    expected = train(Complex, Complex, loss, optimizer, batch)
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5), state.params, expected[1])
+
+
 @pytest.mark.nightly
 def test_more_stages_than_pieces_are_refused():
     with pytest.raises(jp.JaxparError, match="4 pieces in 8 stages"):

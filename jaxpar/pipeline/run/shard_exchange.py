@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxpar.pipeline.run.stage_buffers import StageBuffers
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
@@ -80,6 +81,11 @@ class ParameterShards:
             places += 1
             dims += [*(self.sizes[axis] for axis in axes), self.shard_shape[dim]]
         return jnp.transpose(whole.reshape(dims), order)
+
+
+def _sum_dtype(parameter: DTypeLike) -> DTypeLike:
+    """Returns the dtype of a parameter's sum of gradients, as in `StageBuffers.zeros`: float32 or wider, or complex."""
+    return jnp.promote_types(parameter, jnp.float32)
 
 
 class ShardExchange:
@@ -155,8 +161,9 @@ class ShardExchange:
                     lead = [self._sizes[axis] for axis in key[0]]
                     flat = [value.reshape(*lead, -1) for value in parts]
                     missing = self._max_size(paths) - sum(value.shape[-1] for value in flat)
-                    rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), jnp.float32)], axis=-1)
-                return rows, {path: grads.get(path, jnp.zeros(self.shards[path].shape)) for path in others}
+                    rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), _sum_dtype(key[1]))], axis=-1)
+                zeros = {path: jnp.zeros(self._shapes[path].shape, _sum_dtype(self._shapes[path].dtype)) for path in others}
+                return rows, {path: grads.get(path, zeros[path]) for path in others}
 
             return send
 
