@@ -105,7 +105,7 @@ def _merge(on: jax.sharding.Sharding):
 
 def _dtype(saved: SavedArray, like: jax.ShapeDtypeStruct):
     """Returns the dtype to read: for floats the saved one, so that the mean is rounded only once."""
-    return jnp.dtype(saved.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype
+    return jnp.dtype(saved.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype
 
 
 def _exchange_path(name: str, contents: Manifest) -> str:
@@ -249,7 +249,7 @@ def _convert(x: jax.Array, want: jax.ShapeDtypeStruct, how: str) -> jax.Array:
             fold = lambda key, replica: jax.random.fold_in(key, replica)  # noqa: E731
             fold_all = jax.vmap(lambda replica: jax.vmap(lambda key: fold(key, replica))(x[0].reshape(-1)))
             return fold_all(jnp.arange(count)).reshape(want.shape)
-        mean = how == "mean" and jnp.issubdtype(x.dtype, jnp.floating)
+        mean = how == "mean" and jnp.issubdtype(x.dtype, jnp.inexact)
         return jnp.broadcast_to(jnp.mean(x, axis=0).astype(x.dtype) if mean else x[0], want.shape)
 
     return jax.jit(convert_array, out_shardings=want.sharding)(x)

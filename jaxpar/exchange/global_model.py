@@ -15,11 +15,11 @@ from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange, Tree, flatten_by_path
 
 
 def merge_replicas(x: jax.Array) -> jax.Array:
-    """Merges an array [replica, ...]: returns the mean of floating-point numbers, else the first entry.
+    """Merges an array [replica, ...]: returns the mean of floating-point and complex numbers, else the first entry.
 
     Arrays of other dtypes, such as counts, are equal on all replicas; for random keys, any entry will do.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x[0]
     return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 

@@ -82,10 +82,10 @@ class ReplicaMesh:
         return replace(self, specs=specs)
 
     def average(self, tree: Tree) -> Tree:
-        """Replaces the floating-point entries of a tree [replica, ...] by their mean; integers such as counts stay."""
+        """Replaces the entries of a tree [replica, ...] by their mean; integers such as counts stay."""
 
         def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if not jnp.issubdtype(x.dtype, jnp.floating):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x
             return self._spread(self._constrain(jnp.mean(x, axis=0), spec), spec)
 

@@ -201,7 +201,8 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
         if path_of(keys[:1]) == "each":
             return True
         owner = owner_path(layout, keys)
-        return owner is not None and tuple(leaf.shape[1:]) == layout.placements[owner].leaf.shape
+        # a scalar parameter's own shape, (), also has no dims after dim 0
+        return owner is not None and bool(leaf.shape) and leaf.shape[1:] == layout.placements[owner].leaf.shape
 
     def pieces(keys, leaf, spec: PartitionSpec) -> PartitionSpec:
         owner = owner_path(layout, keys)

@@ -46,6 +46,52 @@ def assert_equal_bits(one, other):
 # identities
 
 
+class Scaled(nnx.Module):
+    """A complex matrix, and a scalar."""
+
+    def __init__(self, rngs):
+        self.turn = nnx.Param(0.3 * jax.random.normal(rngs.params(), (8, 8), jnp.complex64))
+        self.scale = nnx.Param(jnp.array(1.0))
+
+    def __call__(self, x):
+        return self.scale[...] * jnp.abs(x @ self.turn[...])
+
+
+def squares(model, batch):
+    errors = jnp.square(model(batch["x"]) - 1)
+    return errors.sum(), errors.size
+
+
+def scaled(exchange):
+    numbers = np.random.default_rng(0)
+    layout = jp.compose(Scaled, jp.Parallel(data=8, exchange=exchange))
+    state, step = jp.init_state(layout, SGD), jp.train_step(layout, squares, SGD)
+    for _ in range(2):
+        state, _ = step(state, {"x": numbers.normal(size=(16, 8)).astype(np.float32)})
+    return layout, state
+
+
+SYNCHRONIZED = {
+    "local": jp.Exchange("local", every=1),
+    "diloco": jp.Exchange("diloco", every=1, lr=1.0, momentum=0.0),
+    "streaming": jp.Exchange("streaming", every=1, lr=1.0, momentum=0.0, fragments=1),
+}
+
+
+@pytest.mark.parametrize("name", SYNCHRONIZED)
+def test_complex_and_scalar_parameters_synchronize(name):
+    _, state = scaled(SYNCHRONIZED[name])
+    _, expected = scaled(jp.Exchange("all_reduce"))
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(ours, np.broadcast_to(theirs, ours.shape), atol=1e-6)
+
+
+def test_a_model_of_replicas_has_the_mean_of_complex_parameters():
+    layout, state = scaled(jp.Exchange("gossip"))
+    model = jp.model(layout, state)
+    np.testing.assert_allclose(model.turn[...], np.mean(state.params["turn"], axis=0), atol=1e-6)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [WHOLE, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_the_mean_after_every_step_of_sgd_is_a_synchronous_step(sizes):

@@ -73,9 +73,7 @@ class Local(Exchange):
 
         if self.optimizer == "kept":
             return ()
-        floats = {
-            f"{_HELD}{path}": part for path, part in opt_state.items() if jnp.issubdtype(part.dtype, jnp.floating)
-        }
+        floats = {f"{_HELD}{path}": part for path, part in opt_state.items() if jnp.issubdtype(part.dtype, jnp.inexact)}
         return mean_traffic(floats, replicas, every=self.every)
 
     def explain(self, sent: Iterable[Traffic]) -> str:

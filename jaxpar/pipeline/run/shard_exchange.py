@@ -162,7 +162,9 @@ class ShardExchange:
                     flat = [value.reshape(*lead, -1) for value in parts]
                     missing = self._max_size(paths) - sum(value.shape[-1] for value in flat)
                     rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), _sum_dtype(key[1]))], axis=-1)
-                zeros = {path: jnp.zeros(self._shapes[path].shape, _sum_dtype(self._shapes[path].dtype)) for path in others}
+                zeros = {
+                    path: jnp.zeros(self._shapes[path].shape, _sum_dtype(self._shapes[path].dtype)) for path in others
+                }
                 return rows, {path: grads.get(path, zeros[path]) for path in others}
 
             return send

@@ -44,7 +44,7 @@ class _Mean:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._called = True
         outputs = self._model(*args, **kwargs)
-        is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
+        is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # noqa: E731
         return jax.tree.map(lambda x: jax.lax.pmean(x, REPLICA) if is_float(x) else x, outputs)
 
     def __getattr__(self, name: str) -> Any:
