@@ -82,7 +82,9 @@ class LowRank(SelectiveExchange):
         import jax.numpy as jnp
 
         flat = {
-            path: x for path, x in flatten_by_path(params)[0].items() if self.compresses(path, x.size) and x.ndim > 1
+            path: x
+            for path, x in flatten_by_path(params)[0].items()
+            if self.compresses(path, x.size, x.dtype) and x.ndim > 1
         }
         state = {}
         if self.feedback:
@@ -152,7 +154,9 @@ class LowRank(SelectiveExchange):
         """Returns, for each compressed parameter, a device's part of it as matrices."""
         from jaxpar.exchange.low_rank_matrices import matrix
 
-        shapes = {path: matrix(part) for path, part in parts.items() if self.compresses(path, part.total_size)}
+        shapes = {
+            path: matrix(part) for path, part in parts.items() if self.compresses(path, part.total_size, part.dtype)
+        }
         return {path: shape for path, shape in shapes.items() if shape is not None and self.pays_off(shape, replicas)}
 
 

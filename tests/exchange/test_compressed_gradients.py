@@ -349,6 +349,32 @@ def test_settings_that_are_none_are_refused(name, settings, said):
     assert said in str(caught.value)
 
 
+class Turned(nnx.Module):
+    """A complex matrix after a real one."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.turn = nnx.Param(0.3 * jax.random.normal(rngs.params(), (8, 8), jnp.complex64))
+
+    def __call__(self, x):
+        return jnp.abs(self.first(x) @ self.turn[...])
+
+
+def turned(exchange):
+    """Returns the complex parameter after a step."""
+    layout = jp.compose(Turned, jp.Parallel(data=4, exchange=exchange), jax.devices()[:4])
+    squared = lambda model, batch: (((model(batch["x"]) - 1) ** 2).sum(), batch["x"].size)  # noqa: E731
+    optimizer = optax.sgd(0.1)
+    step = jp.train_step(layout, squared, optimizer)
+    rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    return step(jp.init_state(layout, optimizer), {"x": rows})[0].params["turn"]
+
+
+@pytest.mark.parametrize("name", ["sign", "topk", "powersgd"])
+def test_complex_gradients_are_not_compressed(name):
+    np.testing.assert_allclose(turned(jp.Exchange(name, smallest=1)), turned(jp.Exchange("all_reduce")), atol=1e-6)
+
+
 def test_compression_with_nothing_to_compress_is_refused():
     with pytest.raises(JaxparError, match="exchange sign compresses nothing"):
         composed(WHOLE, jp.Exchange("sign"))

@@ -46,25 +46,29 @@ class SelectiveExchange(Exchange):
     def __post_init__(self):
         check_ranges(self, SECTION, {"smallest": (1, STEPS)})
 
-    def compresses(self, path: str, size: int) -> bool:
-        """Returns whether a parameter's gradient is compressed.
+    def compresses(self, path: str, size: int, dtype: Any) -> bool:
+        """Returns whether a parameter's gradient is compressed. A complex one is not: codes are of real numbers.
 
         Args:
           path: Path of the parameter.
           size: Number of its elements, on all devices together.
+          dtype: Dtype of the parameter.
         """
-        return size >= self.smallest and not any(fnmatchcase(path.lower(), pattern) for pattern in self.whole)
+        named = any(fnmatchcase(path.lower(), pattern) for pattern in self.whole)
+        return size >= self.smallest and not named and not _is_complex(dtype)
 
     def idle(self, parts: Mapping[str, ShardShape], replicas: int) -> list[Problem]:
         """Returns a problem if no parameter of a model is compressed."""
-        if any(self.compresses(path, part.total_size) for path, part in parts.items()):
+        if any(self.compresses(path, part.total_size, part.dtype) for path, part in parts.items()):
             return []
-        largest = max((part.total_size for part in parts.values()), default=0)
+        largest = max((part.total_size for part in parts.values() if not _is_complex(part.dtype)), default=0)
         return [
             Problem(
                 f"exchange {self} compresses nothing: the largest parameter has {largest:,} elements",
-                f"parameters of {self.smallest:,} elements and more are compressed, except paths that match `whole`",
-                f"smallest = {max(largest // 2, 1)}, or leave the exchange out",
+                f"parameters of {self.smallest:,} elements and more are compressed, except complex ones and paths that "
+                "match `whole`",
+                f"smallest = {max(largest // 2, 1)}, or leave the exchange out" * bool(largest)
+                or "leave the exchange out",
             )
         ]
 
@@ -75,6 +79,12 @@ class SelectiveExchange(Exchange):
         plain = {path for item in sent if item.collective.cause != CAUSE for path in item.collective.parameters}
         uncompressed = f"; whole: {', '.join(sorted(plain))}" if plain else ""
         return f"{super().explain(sent)}; compressed: {', '.join(sorted(coded)) or 'nothing'}{uncompressed}"
+
+
+def _is_complex(dtype: Any) -> bool:
+    import numpy as np
+
+    return np.dtype(dtype).kind == "c"
 
 
 class CodeArray(NamedTuple):
@@ -149,7 +159,7 @@ class Compressed(SelectiveExchange):
         state = {"step": jnp.zeros((), jnp.int32)}
         if not self.feedback:
             return state
-        flat = {path: x for path, x in flatten_by_path(params)[0].items() if self.compresses(path, x.size)}
+        flat = {path: x for path, x in flatten_by_path(params)[0].items() if self.compresses(path, x.size, x.dtype)}
         return state | {
             "lost": {path: jnp.zeros((replicas, *x.shape), jnp.float32) for path, x in flat.items()},
             "pieces": {path: jnp.zeros(x.shape, jnp.float32) for path, x in flat.items()},
@@ -203,7 +213,7 @@ class Compressed(SelectiveExchange):
 def _piece_dims(code: Compressed, parts: Mapping[str, ShardShape], replicas: int) -> dict[str, int]:
     """Maps each compressed parameter to the dim along which it is divided into the replicas' pieces."""
     dims = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
-            if code.compresses(path, part.total_size)}  # fmt: skip
+            if code.compresses(path, part.total_size, part.dtype)}  # fmt: skip
     return {path: dim for path, dim in dims.items() if dim is not None}
 
 
