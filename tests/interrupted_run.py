@@ -48,7 +48,7 @@ PHASES = {
     "evaluation": [(LOOP, ("_evaluate",))],
     "step": [(LOOP, ("_train_until_end",))],
     "packing": [("job/parts/batches", ("open_data",))],
-    "sample": [("cli/runs", ("run_sample",))],
+    "sample": [("cli/sample", ("run_sample",))],
 }
 
 

@@ -1,4 +1,4 @@
-"""The verbs of the command line, a file for each subject: parse the arguments, call one package, print the result.
+"""The verbs of the command line, one file each: parse the arguments, call one package, print the result.
 
 A verb that only prints text does not import JAX. These verbs import it:
 
@@ -13,6 +13,5 @@ A verb that only prints text does not import JAX. These verbs import it:
 All other verbs work without JAX: --help, --print-defaults, errors in a job's file, `schedule`, `partition`, `plan` of a
 decoder, `checkpoint ls`, `show` and `verify`.
 
-To add a flag, add an argument in the verb's file and implement its effect in the package that the verb calls. To add a
-verb: a function that adds its parser, and a row of `main.VERBS`.
+To add a flag, add an argument in the verb's file and implement its effect in the package that the verb calls.
 """

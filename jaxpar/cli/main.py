@@ -10,19 +10,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jaxpar.cli import check, checkpoint, exchange, layouts, machine, partition, runs, schedule, setup, training
+from jaxpar.cli import (
+    check,
+    checkpoint,
+    completion,
+    doctor,
+    evaluate,
+    exchange,
+    inspect,
+    launch,
+    measure,
+    new,
+    partition,
+    plan,
+    report,
+    sample,
+    schedule,
+    specs,
+    sweep,
+    train,
+)
 from jaxpar.cli.output import open_closed_streams
 from jaxpar.errors import STOPPED, JaxparError, Problem, refuse, suggest
 from jaxpar.mesh.xla import hush_plugin
 from jaxpar.process_exit import exit_process, exit_with_supervisor
 
-VERBS = {  # each adds its parser; in the order of the help
-    "new": setup.add_new, "train": training.add_train, "sweep": training.add_sweep, "launch": training.add_launch,
-    "check": check.add, "inspect": layouts.add_inspect, "plan": layouts.add_plan, "specs": layouts.add_specs,
-    "partition": partition.add, "schedule": schedule.add, "exchange": exchange.add, "sample": runs.add_sample,
-    "evaluate": runs.add_evaluate, "report": runs.add_report, "checkpoint": checkpoint.add,
-    "measure": machine.add_measure, "doctor": machine.add_doctor, "completion": setup.add_completion,
-}  # fmt: skip
+VERBS = (
+    new, train, sweep, launch, check, inspect, plan, specs, partition, schedule, exchange, sample, evaluate, report,
+    checkpoint, measure, doctor, completion,
+)  # fmt: skip
 # what others call a verb, or an option of jaxpar's
 OTHER_VERBS = {
     "export": "jaxpar checkpoint export", "resume": "jaxpar train, which resumes by itself", "finetune": "jaxpar train",
@@ -104,16 +120,17 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--version", action="version", version=_version())
     verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for add in VERBS.values():
-        add(verbs)
+    for verb in VERBS:
+        verb.add(verbs)
     return command
 
 
 def _check_verb(made: argparse.ArgumentParser, words: list[str]) -> None:
     """Exits with status 2 for an unknown verb, and suggests the nearest."""
-    if words and not words[0].startswith("-") and words[0] not in VERBS:
+    names = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+    if words and not words[0].startswith("-") and words[0] not in names:
         job = f"jaxpar train {words[0]}" if words[0].endswith(".toml") else ""
-        made.error(f"no verb {words[0]!r:.80}: {job or OTHER_VERBS.get(words[0]) or suggest(words[0], VERBS)}")
+        made.error(f"no verb {words[0]!r:.80}: {job or OTHER_VERBS.get(words[0]) or suggest(words[0], names)}")
 
 
 def _exit_if_distributed(status: int) -> None:

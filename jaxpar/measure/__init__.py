@@ -4,5 +4,5 @@
     layers   ─► a profile of a model, for `jaxpar partition`
 
 Nouns: a *destination* is the chip file that a measurement is written to; a *record* names the devices, versions and
-commit of a number. To add a measurement: a module with a function that returns a table, and a row of `cli/machine.py`.
+commit of a number. To add a measurement: a module with a function that returns a table, and a row of `cli/measure.py`.
 """

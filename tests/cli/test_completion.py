@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from jaxpar.cli.completion import SHELLS
 from jaxpar.cli.main import VERBS, main
-from jaxpar.cli.setup import SHELLS
 
-VERB_NAMES = list(VERBS)
+VERB_NAMES = [verb.__name__.rpartition(".")[2] for verb in VERBS]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.cli.main import VERBS
 
-HELP = [[], *([verb] for verb in VERBS), ["measure", "gemm"], ["checkpoint", "ls"]]
+HELP = [[], *([verb.__name__.rpartition(".")[2]] for verb in VERBS), ["measure", "gemm"], ["checkpoint", "ls"]]
 GPT = "configs/gpu_gpt2_124m.toml"
 VGG = str(Path(__file__).parents[1] / "partition" / "pipedream" / "vgg16.graph.txt")
 PRINTED = [

@@ -9,7 +9,7 @@ import pytest
 from supervised_runs import OWN_CHILD, rows, start, wait_until, write
 
 from jaxpar.cli import main as cli
-from jaxpar.cli import training
+from jaxpar.cli import train
 
 pytestmark = pytest.mark.xdist_group("supervisor")
 
@@ -94,7 +94,7 @@ def test_a_broken_pipe_of_the_user_s_own_is_no_reader_that_has_seen_enough(monke
     def broken(args):
         raise BrokenPipeError
 
-    monkeypatch.setattr(training, "run_train", broken)
+    monkeypatch.setattr(train, "run_train", broken)
     with pytest.raises(BrokenPipeError):
         cli.main(["train", "job.toml"])
 

@@ -1,9 +1,4 @@
-"""Verbs that compare or compile layouts of a job for GPUs that this machine need not have.
-
-jaxpar plan JOB       predicts the fastest layout
-jaxpar specs JOB      finds the dims of a job's model that `tensor` and `context` split
-jaxpar inspect JOB    compiles a job, and reports on the program
-"""
+"""`jaxpar plan JOB`: predicts the fastest layout of a job on GPUs that this machine need not have."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +7,7 @@ from typing import Any
 from jaxpar.cli.options import add_job, check_file, wants_colour
 from jaxpar.columns import fold, terminal_width
 
-PLAN_EXAMPLE = """\
+EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100 --verify 3
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --between 3GB --write planned.toml
@@ -24,31 +19,15 @@ mine.toml is what `jaxpar measure gemm --write mine.toml` and `jaxpar measure li
 All numbers are modelled; --verify compiles the first layouts and shows the numbers of XLA next to them.
 Exits with status 1 if nothing fits.
 """
-SPECS_EXAMPLE = """\
-  $ jaxpar specs configs/quickstart.toml
-  $ jaxpar specs configs/quickstart.toml --write found.toml
-  $ jaxpar specs configs/quickstart.toml --verify h100:1x8
-
-The loss and its gradients are traced, and the dims are chosen exactly: by FLOP, bytes over the link, launches and
-memory on the chip. The result is names, of parameters by their paths and of activations by lines of the source, that
---write adds to the job; `specs = "found"` under [parallel] finds them at every start. All seconds are modelled.
-"""
-INSPECT_EXAMPLE = """\
-  $ jaxpar inspect configs/gpu_llama_8b_fsdp8.toml
-  $ jaxpar inspect configs/quickstart.toml --target h100:1x8 --html report.html
-  $ jaxpar inspect configs/zero3_fsdp8.toml --target h100 --compare configs/zero2_fsdp8.toml
-
-Exits with status 1 if the job does not fit.
-"""
 
 
-def add_plan(verbs) -> None:
+def add(verbs) -> None:
     """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "plan",
         help="the best layout for a job on GPUs that need not be there: which, how fast, why",
         description="Predict the fastest layouts of a job on GPUs that this machine need not have.",
-        epilog=PLAN_EXAMPLE,
+        epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(verb)
@@ -144,92 +123,3 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
         Path(args.html).write_text(page_of_plan)
         print(f"page: {args.html}")
     return result, 0
-
-
-def add_specs(verbs) -> None:
-    """Adds the verb to the subparsers of `jaxpar`."""
-    verb = verbs.add_parser(
-        "specs",
-        help="the dims that `tensor` and `context` should split: found for any model, with a certificate",
-        description="Find the dims of parameters and activations that `tensor` and `context` should split.",
-        epilog=SPECS_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_job(verb)
-    verb.add_argument("--chip", default="h100", help="a chip of jaxpar's table, such as h200 (default: h100)")
-    verb.add_argument("--memory", metavar="BYTES", help="memory for parameters, their state and kept activations: 8GiB")
-    verb.add_argument("--examples", action="store_true", help="let the axes split examples too, where that is cheaper")
-    verb.add_argument(
-        "--verify", metavar="TARGET", help="compile with and without the specs, for CHIP:NODESxGPUS or cpu, and compare"
-    )
-    verb.add_argument("--write", metavar="FILE", help="write the job with the names that were found")
-    verb.set_defaults(run=run_specs)
-
-
-def run_specs(args: argparse.Namespace) -> tuple[Any, int]:
-    """Finds the specs of a job, prints them with their reasons, and writes the job with them."""
-    from jaxpar.job.file.dump import dumps
-    from jaxpar.job.file.parse import load
-    from jaxpar.mesh.devices import use_cpu_only
-    from jaxpar.units import parse_bytes
-
-    check_file("--write", args.write, "found.toml", must_be_new=True)
-    memory = None if args.memory is None else parse_bytes(args.memory)
-    job = load(args.job, args.overrides, allow_import=args.allow_import)
-    use_cpu_only()  # nothing runs
-    from jaxpar.job.specs import compare_specs, specs_of_job, with_specs
-
-    found = specs_of_job(job, chip=args.chip, memory=memory, examples=args.examples)
-    print(found.explain())
-    solution = found.solution
-    result: dict[str, Any] = {
-        "paths": found.specs.paths, "activations": found.specs.activations, "rules": found.specs.rules,
-        "seconds": solution.cost, "bound": solution.bound, "gap": solution.gap, "memory": solution.memory,
-        "traffic": solution.traffic, "reasons": found.reasons, "not_followed": found.unknown, "note": found.note,
-    }  # fmt: skip
-    if args.verify:
-        compared = compare_specs(job, found, args.verify)
-        print(f"\n{compared}")
-        result["verified"] = {"compiled": compared.compiled, "without": compared.without, "memory": compared.memory}
-    if args.write:
-        Path(args.write).write_text(dumps(with_specs(job, found)))
-        print(f"job: {args.write}")
-    return result, 0
-
-
-def add_inspect(verbs) -> None:
-    """Adds the verb to the subparsers of `jaxpar`."""
-    verb = verbs.add_parser(
-        "inspect",
-        help="compile a job for GPUs that need not be there: memory, collectives, time",
-        description="Compile a job for GPUs that this machine need not have, and report memory, collectives and time.",
-        epilog=INSPECT_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_job(verb)
-    verb.add_argument("--target", metavar="CHIP:NODESxGPUS", default="", help="h100:16x8, h200:1x8, a100:..., or cpu")
-    verb.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
-    verb.add_argument("--compare", metavar="OTHER", help="another job, compiled for the same target, to compare with")
-    verb.set_defaults(run=run_inspect)
-
-
-def run_inspect(args: argparse.Namespace) -> tuple[Any, int]:
-    """Compiles the job and prints memory, collectives and time; exit status 1 if it does not fit."""
-    from jaxpar.inspector.budget import compare
-    from jaxpar.job.file.parse import load
-    from jaxpar.job.inspect import inspect
-
-    check_file("--html", args.html, "report.html")
-    job = load(args.job, args.overrides, allow_import=args.allow_import)
-    other_job = load(args.compare, allow_import=args.allow_import) if args.compare else None
-    report = inspect(job, args.target)
-    print(report)
-    result, fits = report.to_dict(), report.fits is not False
-    if other_job is not None:
-        other_report = inspect(other_job, args.target)
-        print(compare(report, other_report))
-        result, fits = {"job": result, "other": other_report.to_dict()}, fits and other_report.fits is not False
-    if args.html:
-        report.html(args.html)
-        print(f"page: {args.html}")
-    return result, 0 if fits else 1
