@@ -142,10 +142,12 @@ class Compiler:
         check_rules(self.layout.parallel, self.layout.blueprint, self._use.names)
         all_techniques.check(self.layout, self._use, lowered)
         check_dims(self.layout, lambda model: traceable_loss(self._loss)(model, jax.tree.map(zeros_like_input, batch)))
-        if (count := self._numerics.accumulate * self.layout.microbatches) > 1:
-            from jaxpar.step.checks.trace_warnings import check_row_pairs  # without microbatches, no pairs are lost
+        microbatches, exchange = self._numerics.accumulate * self.layout.microbatches, self.layout.parallel.exchange
+        replicas = self.layout.sizes["data"] if exchange.per_replica and not exchange.same_examples else 1
+        if microbatches * replicas > 1:
+            from jaxpar.step.checks.trace_warnings import check_parts  # a loss of the whole batch is not in parts
 
-            check_row_pairs(self.layout, self._loss, batch, count)
+            check_parts(self.layout, self._loss, batch, microbatches=microbatches, replicas=replicas)
         if self.layout.sizes.get("expert", 1) > 1:
             from jaxpar.step.checks.trace_warnings import check_experts  # other steps do not load it
 

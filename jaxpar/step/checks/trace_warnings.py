@@ -6,6 +6,9 @@ is sent to all of them.
 
 Pairs of rows: a contrastive loss compares each row with all others, so that an array of it grows with the square of the
 rows. Each microbatch has the pairs of its own rows alone, and the loss then depends on the number of microbatches.
+
+Counts: the counts of the parts of a batch are added up. One that is the same for any number of rows is then as many
+times too large as there are parts.
 """
 
 import warnings
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.hlo.source_frames import equation_frame
@@ -27,10 +30,15 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx_hooks import step_hooks
+from jaxpar.step.losses import as_sums
 from jaxpar.step.stochastic_loss import traceable_loss
 
 AXIS = "expert"
-_RULE, _FIX = "a loss accepts any number of rows", "none is needed: its pairs of rows are not looked for"
+Equations = list[tuple[JaxprEqn, SourceFrame | None]]
+_RULE, _FIX = (
+    "a loss accepts any number of rows",
+    "none is needed: pairs of rows and a constant count are not looked for",
+)
 
 
 def check_experts(layout: Layout, jaxpr: Jaxpr) -> None:
@@ -93,23 +101,42 @@ def _loops(layout: Layout, jaxpr: Jaxpr) -> Iterator[str]:
             return
 
 
-def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], microbatches: int) -> None:
-    """Warns if the loss has an array that is four times as large for twice the rows.
+def check_parts(
+    layout: Layout, loss: Callable, batch: Mapping[str, Any], *, microbatches: int, replicas: int = 1
+) -> None:
+    """Warns of a loss that is another one for the parts of a batch: of pairs of rows, or with a constant count.
 
-    Not checked are a loss whose operations depend on the number of rows, such as a Python loop over them, and a model
-    that takes one number of rows alone.
+    An array of pairs is four times as large for twice the rows. A constant count of 1 is not warned of: it is that of a
+    mean. Not checked is a model that takes one number of rows alone, and for pairs a loss whose operations depend on
+    the number of rows, such as a Python loop over them.
 
     Args:
       layout: The layout of the model.
       loss: Maps (model, batch) to its sums.
       batch: Shapes of the whole batch.
-      microbatches: Number of microbatches, at least 2.
+      microbatches: Number of microbatches.
+      replicas: Number of replicas that compute a loss of their own rows.
     """
+    parts = microbatches * replicas
     rows = next(iter(batch.values())).shape[0]
     try:
-        few, many = _trace(layout, loss, batch, (rows // microbatches, 2 * rows // microbatches))
+        (few, count), (many, count_of_many) = _trace(layout, loss, batch, (rows // parts, 2 * rows // parts))
     except JaxparError:  # a model that takes one number of rows
         return
+    if count == count_of_many and count not in (None, 1.0):
+        warnings.warn(
+            f"{layout.blueprint.name}: the loss counts {count:g} for {rows // parts} rows and for {2 * rows // parts}. "
+            f"The counts of {parts} parts of the batch are added up, and the loss is divided by {parts * count:g}\n"
+            "  fix: the count of what the loss summed, such as losses.size or the sum of the mask; ignore this if the "
+            f"sum is a mean times {count:g}",
+            stacklevel=4,
+        )
+    if microbatches > 1:
+        _check_row_pairs(layout, few, many, microbatches, rows)
+
+
+def _check_row_pairs(layout: Layout, few: Equations, many: Equations, microbatches: int, rows: int) -> None:
+    """Warns if the loss has an array that is four times as large for twice the rows."""
     if [equation.primitive for equation, _ in few] != [equation.primitive for equation, _ in many]:
         return
     for (small, frame), (large, _) in zip(few, many, strict=True):
@@ -129,14 +156,16 @@ def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], mi
 
 def _trace(
     layout: Layout, loss: Callable, batch: Mapping[str, Any], counts: tuple[int, ...]
-) -> list[list[tuple[JaxprEqn, SourceFrame | None]]]:
-    """Returns the equations of the loss for each number of rows."""
+) -> list[tuple[Equations, float | None]]:
+    """Returns the equations of the loss, and its count if that is a constant, for each number of rows."""
     blueprint = layout.blueprint
     variables = jax.eval_shape(blueprint.init, jax.eval_shape(jax.random.key, 0))
 
     def forward(variables, batch):
         params, model_state = variables
-        return traceable_loss(loss)(blueprint.bind(params, model_state, lambda path, value: value, Compute()), batch)
+        model = blueprint.bind(params, model_state, lambda path, value: value, Compute())
+        sums = as_sums(traceable_loss(loss)(model, batch), accumulate=1)
+        return sums, sums["loss"][1]
 
     traces = []
     with (
@@ -150,9 +179,18 @@ def _trace(
                 name: jax.ShapeDtypeStruct((count, *value.shape[1:]), value.dtype) for name, value in batch.items()
             }
             with user_code_errors(f"{blueprint.name} on {count} rows", rule=_RULE, fix=_FIX):
-                jaxpr = jax.make_jaxpr(forward)(variables, shapes).jaxpr
-            traces.append([*_all_equations(jaxpr, None)])
+                closed = jax.make_jaxpr(forward)(variables, shapes)
+            traces.append(([*_all_equations(closed.jaxpr, None)], _constant_result(closed)))
     return traces
+
+
+def _constant_result(closed: ClosedJaxpr) -> float | None:
+    """Returns the last result if it is a constant scalar, or None."""
+    result = closed.jaxpr.outvars[-1]
+    if isinstance(result, Literal):
+        return float(result.val)
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    return float(constants[result]) if result in constants else None
 
 
 def _all_equations(jaxpr: Jaxpr, enclosing: SourceFrame | None) -> Iterator[tuple[JaxprEqn, SourceFrame | None]]:

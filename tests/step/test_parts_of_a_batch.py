@@ -1,4 +1,4 @@
-"""A loss that compares the rows of a batch with each other, in microbatches."""
+"""A loss that is another one in parts of a batch: it compares rows with each other, or has a constant count."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def loss_of(loss, accumulate):
 
 
 def test_microbatches_of_a_loss_over_pairs_of_rows_are_warned_of():
-    with pytest.warns(UserWarning, match=r"pairs the rows of a batch.*test_row_pairs.py:\d+.*its 4 rows alone"):
+    with pytest.warns(UserWarning, match=r"pairs the rows of a batch.*test_parts_of_a_batch.py:\d+.*its 4 rows alone"):
         parts = loss_of(contrastive, 4)
     assert parts < 0.8 * loss_of(contrastive, 1)  # without a warning: they are errors in these tests
 
@@ -63,3 +63,31 @@ def test_a_model_that_takes_the_rows_of_a_microbatch_alone_trains():
         return squares(model, batch)
 
     assert loss_of(fixed, 4) == pytest.approx(loss_of(squares, 1), rel=1e-5)
+
+
+def test_a_constant_count_is_warned_of_in_parts_of_a_batch():
+    def constant(model, batch):
+        return squares(model, batch)[0], ROWS * 16
+
+    with pytest.warns(UserWarning, match=r"(?s)counts 256 for 4 rows and for 8.*4 parts.*divided by 1024.*losses.size"):
+        parts = loss_of(constant, 4)
+    assert parts == pytest.approx(loss_of(constant, 1) / 4, rel=1e-5)  # without a warning
+
+
+def test_a_constant_count_is_warned_of_where_replicas_compute_losses_of_their_own():
+    def constant(model, batch):
+        return squares(model, batch)[0], ROWS * 16
+
+    layout = jp.compose(Towers, jp.Parallel(data=2, exchange=jp.Exchange("sign", smallest=1)), jax.devices()[:2])
+    step = jp.train_step(layout, constant, optax.sgd(0.1))
+    batch = {name: jax.ShapeDtypeStruct((ROWS, size), jnp.float32) for name, size in (("images", 12), ("texts", 20))}
+    with pytest.warns(UserWarning, match=r"counts 256 for 8 rows and for 16.*2 parts.*divided by 512"):
+        step.lower(step.abstract(), batch)
+
+
+def test_a_mean_with_a_count_of_one_is_not_warned_of():
+    def mean(model, batch):
+        total, count = squares(model, batch)
+        return total / count, 1
+
+    assert loss_of(mean, 4) == pytest.approx(loss_of(squares, 1), rel=1e-5)
