@@ -143,16 +143,24 @@ class Formulation(IntegerProgram):
                 whole = tuple(None if state == PARTIAL else state for state in partial)
                 times = result.times * max(summed[axis].get(state, 0) for axis, state in enumerate(joint))  # type: ignore[call-overload]
                 for move in self.links.moves(result.bytes, partial, whole, False):
-                    self._add_traffic(column, move, times, of_examples=_has_examples(self.program, result))
+                    self._add_traffic(column, move, times, result, backward=result.backward, turns=result.times)
 
     def _add_traffic(
-        self, column: int, move: Resharding, times: float, *, of_examples: bool, is_recomputed: bool = False
+        self,
+        column: int,
+        move: Resharding,
+        times: float,
+        array: Array,
+        *,
+        backward: bool,
+        turns: float = 1.0,
+        is_recomputed: bool = False,
     ) -> None:
-        """Adds the seconds of a collective, run `times` times in a step, to the cost of a column."""
+        """Adds the seconds of a collective of an array, run `times` times in a step, to the cost of a column."""
         self._cost[column] += times * self.links.seconds(move.axis, move.bytes)
         sent = RepeatedCollective(
-            axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples,
-            is_recomputed=is_recomputed,
+            axis=move.axis, kind=move.kind, bytes=move.bytes, times=times,
+            of_examples=_has_examples(self.program, array), is_recomputed=is_recomputed, backward=backward, turns=turns,
         )  # fmt: skip
         self._collectives.append((column, sent))
 
@@ -185,8 +193,9 @@ class Formulation(IntegerProgram):
             follow_operands(self, self.cut_columns, operation, axis, strategies, v)
             follow_parts(self, self.cut_columns, operation, axis, strategies, v)
             for column, move, array in part_exchanges(operation, axis, self.sizes[axis], strategies, v):
-                of_examples = _has_examples(self.program, array)
-                self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
+                self._add_traffic(
+                    column, move, count * operation.times, array, backward=operation.backward, turns=operation.times
+                )
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, operand, [strategy.operands[index] for strategy in strategies], v)
@@ -237,9 +246,11 @@ class Formulation(IntegerProgram):
             if key not in self._w:
                 self._w[key] = self.add_column()
                 count = self._view_counts[view] * times
-                of_examples = _has_examples(self.program, root)
                 is_recomputed = not (root.path or root.backward or is_apart)
-                self._add_traffic(self._w[key], move, count, of_examples=of_examples, is_recomputed=is_recomputed)
+                self._add_traffic(
+                    self._w[key], move, count, root, backward=operation.backward, turns=times,
+                    is_recomputed=is_recomputed,
+                )  # fmt: skip
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
                     self._gathers[self._w[key]] = ActivationGather(
@@ -268,7 +279,6 @@ class Formulation(IntegerProgram):
             self._cost[column] += repeated / self.costs.flops
             self._repeated[column] += repeated
             flows.append(((self._gather_operands(operation, strategies, source, target, column), target), column))
-        of_examples = _has_examples(self.program, operation.result)
         for move, users in _collectives(self.links, operation.result, flows).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
                 result, members = group
@@ -276,11 +286,20 @@ class Formulation(IntegerProgram):
                 if key not in self._w:
                     self._w[key] = self.add_column()
                     times = self._group_counts[key[1], key[2]] * operation.times
-                    self._add_traffic(self._w[key], move, times, of_examples=of_examples)
+                    self._add_traffic(
+                        self._w[key], move, times, operation.result, backward=operation.backward, turns=operation.times
+                    )
                 self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
             else:
                 for column in users:
-                    self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
+                    self._add_traffic(
+                        column,
+                        move,
+                        count * operation.times,
+                        operation.result,
+                        backward=operation.backward,
+                        turns=operation.times,
+                    )
 
 
 def _touched_arrays(program: TracedProgram) -> dict[int, Array]:

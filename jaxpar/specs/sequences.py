@@ -26,6 +26,7 @@ from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.shares import cached_program, share_of_variable
 
 AXIS = "context"
+_SAME_ENTRIES = ("transpose", "convert_element_type", "reshape", "squeeze", "expand_dims", "name", "copy", "copy_p")
 
 
 @contextmanager
@@ -55,8 +56,9 @@ class SequenceShares:
         """Returns the share of the array of each variable; see `jaxpar.specs.program.follow_dims` for the arguments."""
         program = cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
         cut = {piece: {0} for piece in sequence_pieces(program, jaxpr)}
-        share, params = share_of_variable(program, cut, (self.size,)), {*map(id, jaxpr.invars[: len(paths)])}
-        return lambda variable: 1.0 if id(variable) in params else share(variable)  # a table of positions is whole
+        share, whole = share_of_variable(program, cut, (self.size,)), {*map(id, jaxpr.invars[: len(paths)])}
+        whole |= _gathered_views(jaxpr, {id(variable) for variable, _, _ in gathered_arrays(jaxpr)})
+        return lambda variable: 1.0 if id(variable) in whole else share(variable)  # a table of positions is whole
 
 
 def sequence_pieces(program: TracedProgram, jaxpr: Jaxpr) -> set[DimPiece]:
@@ -96,6 +98,22 @@ def _gathered_arrays(jaxpr: Jaxpr, specs: dict[int, tuple], times: int = 1) -> I
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for inner in jaxprs_in_params(eqn.params):
             yield from _gathered_arrays(inner, specs, runs)
+
+
+def _gathered_views(jaxpr: Jaxpr, gathered: set[int]) -> set[int]:
+    """Adds the ids of what transposes, casts and reshapes make of gathered arrays, also in and out of inner jaxprs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _SAME_ENTRIES and id(eqn.invars[0]) in gathered:
+            gathered.add(id(eqn.outvars[0]))
+        for inner in jaxprs_in_params(eqn.params):
+            if len(inner.invars) == len(eqn.invars):
+                pairs = zip(eqn.invars, inner.invars, strict=True)
+                gathered |= {id(variable) for outside, variable in pairs if id(outside) in gathered}
+            _gathered_views(inner, gathered)
+            if len(inner.outvars) == len(eqn.outvars):
+                results = zip(eqn.outvars, inner.outvars, strict=True)
+                gathered |= {id(variable) for variable, inside in results if id(inside) in gathered}
+    return gathered
 
 
 def _spec(eqn: Any) -> tuple | None:

@@ -19,6 +19,9 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
+from jaxpar.plan.model.fusion import find_written
+from jaxpar.plan.model.program import read_program, value
+from jaxpar.plan.techniques.tensor import TENSOR
 
 pytestmark = pytest.mark.xdist_group("traced layouts")  # one worker, which traces the decoder once
 NEWEST = jax.__version_info__ >= (0, 12)  # the rules are of its XLA; 0.10's needs 17 % more under tensor
@@ -64,6 +67,59 @@ def test_a_traced_decoder_needs_the_bytes_of_its_formulas_under_tensor(plans, re
         layout = Candidate(data=8 // tensor, tensor=tensor, microbatch=8 * tensor, remat=remat)
         predicted, exact = (float(plans[name].costs(JAXPAR).memory(layout).total) for name in ("trace", "formulas"))
         assert predicted == pytest.approx(exact, rel=0.15)
+
+
+def test_sums_of_small_gradients_over_tensor_are_one_collective_and_the_backward_pass_hides_most_of_its_own(plans):
+    """XLA combines the sums of gradients of scales and biases; one launch for each was up to a third of a step."""
+    model = plans["trace"]
+    sent = model.shape.splits[1, 4].traffic
+    sums = [entry for entry in sent if entry.kind == "all-reduce" and not entry.payload_per_row]
+    assert sum(entry.times for entry in sums if entry.backward) <= 1 + model.shape.layers  # in each turn of a scan
+    assert {entry.backward for entry in sent} == {True, False}
+    layout = Candidate(data=2, tensor=4, microbatch=32)
+    exposed = {entry.collective.backward: entry.exposed for entry in TENSOR.step(model.shape, layout, JAXPAR)}
+    assert exposed[False] == 1 > exposed[True]
+
+
+def split_in_two(function, *operands, cut):
+    """The ops of a function's program on one of two devices; `cut` are sizes of dims that they split."""
+    program = read_program(lambda rows: jax.make_jaxpr(function)(*operands).jaxpr, name="f")
+    return program, program.split(lambda variable: 0.5 if cut & {*variable.aval.shape} else 1.0)
+
+
+def test_a_row_of_which_a_device_has_a_part_is_in_no_softmax_kernel():
+    logits = jax.ShapeDtypeStruct((8, 96), np.float32)
+    whole, split = split_in_two(lambda x: jax.nn.log_softmax(x).sum(), logits, cut={96})
+    for program, row, collective in ((whole, 96, ""), (split, 0, "sum")):
+        found = {(op.row, op.collective) for op in program.ops if op.name == "reduce_max"}
+        assert found == {(row, collective)}
+
+
+def test_a_sum_of_partial_results_and_a_gather_are_seen_in_a_split_program():
+    x, w = jax.ShapeDtypeStruct((8, 96), np.float32), jax.ShapeDtypeStruct((96, 32), np.float32)
+    _, split = split_in_two(lambda x, w: jax.nn.relu(x @ w), x, w, cut={96})
+    (matmul,) = [op for op in split.ops if op.matmul]
+    assert matmul.collective == "sum"
+    assert value(matmul.matmul.flop, 1) == 2 * 8 * 96 * 32 / 2
+    program = read_program(
+        lambda rows: jax.make_jaxpr(lambda x: jax.nn.relu(x).transpose(0, 2, 1))(np.ones((8, 96, 4))).jaxpr, name="f"
+    )
+    split = program.split(lambda variable: 0.5 if variable.aval.shape == (8, 96, 4) else 1.0)
+    assert [(op.name, op.collective) for op in split.ops] == [("max", ""), ("transpose", "gather")]
+    assert {*split.ops[-1].outputs} <= find_written(
+        split, np.ones(len(split.sizes)), gradients=set(split.outputs)
+    ).arrays
+
+
+def test_an_array_that_is_gathered_for_a_view_is_kept_whole():
+    """Keys and values that are gathered over tokens were planned as the part that a device has: 14 % too few bytes."""
+    keys = jax.ShapeDtypeStruct((8, 64, 32), np.float32), jax.ShapeDtypeStruct((32, 32), np.float32)
+    program = read_program(
+        lambda rows: jax.make_jaxpr(lambda x, w: (x @ w).reshape(8, 64, 4, 8))(*keys).jaxpr, name="f"
+    )
+    share = lambda variable: 1.0 if variable.aval.shape == (8, 64, 4, 8) else 0.25  # noqa: E731
+    (product,) = program.outputs
+    assert value(program.split(share).sizes[product], 1) == 4 * 8 * 64 * 32
 
 
 def test_devices_of_tensor_share_the_work_of_matmuls_and_the_arrays_of_heads_and_hidden_units(plans):

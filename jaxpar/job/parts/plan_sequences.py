@@ -38,7 +38,14 @@ class SequenceTrace:
         """Returns the collectives over `context`, given the dims that `tensor` splits."""
         share = tensor(self.jaxpr, self.paths, self.batch, [-1] * len(self.paths)) if tensor else lambda _: 1.0
         return tuple(
-            SplitTraffic(axis=AXIS, kind=kind, payload_per_row=share(array) * size / ROWS, payload=0.0, times=times)
+            SplitTraffic(
+                axis=AXIS,
+                kind=kind,
+                payload_per_row=share(array) * size / ROWS,
+                payload=0.0,
+                times=times,
+                backward=kind == "reduce-scatter",
+            )
             for array, size, times in gathered_arrays(self.jaxpr)
             for kind in ("all-gather", "reduce-scatter")
         )

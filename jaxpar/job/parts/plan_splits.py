@@ -1,7 +1,8 @@
 """Finds how `context` and `tensor` would split a model that is no decoder, for a plan."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.parts.plan_sequences import trace_sequences
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.model.liveness import REDUCED
 from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
 from jaxpar.plan.model.tracing import Context
 from jaxpar.sharding.names import Blueprint
@@ -295,7 +297,9 @@ def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, prec
     if needs_parameters and not solver.splits_parameters(solution):
         return None
     axes = tuple(by_axis)
-    traffic = tuple(_traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in solution.collectives)
+    traffic = tuple(
+        _traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in _combine_sums(solution.collectives)
+    )
     return _FoundDims(
         traffic=traffic,
         names=name_solution(solver, solution, axes),
@@ -316,5 +320,24 @@ def _traffic(sent: RepeatedCollective, axis: str, size: int, rows: float) -> Spl
     constant = 0.0 if sent.of_examples else payload
     return SplitTraffic(
         axis=axis, kind=sent.kind, payload_per_row=per_row, payload=constant, times=sent.times,
-        is_recomputed=sent.is_recomputed,
+        is_recomputed=sent.is_recomputed, backward=sent.backward,
     )  # fmt: skip
+
+
+def _combine_sums(collectives: Iterable[RepeatedCollective]) -> Iterator[RepeatedCollective]:
+    """Yields the collectives, with all-reduces of one pass and loop that do not depend on the examples combined.
+
+    These are sums of gradients. XLA combines them up to some bytes.
+    """
+    sums: defaultdict[tuple[int, bool, float], float] = defaultdict(float)
+    for sent in collectives:
+        if sent.kind == "all-reduce" and not sent.of_examples:
+            sums[sent.axis, sent.backward, sent.turns] += sent.bytes * sent.times / sent.turns
+        else:
+            yield sent
+    for (axis, backward, turns), total in sums.items():
+        count = math.ceil(total / 2 / REDUCED)  # a ring sends each byte nearly twice
+        yield RepeatedCollective(
+            axis=axis, kind="all-reduce", bytes=total / count, times=count * turns, of_examples=False,
+            backward=backward, turns=turns,
+        )  # fmt: skip

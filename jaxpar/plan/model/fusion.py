@@ -17,6 +17,7 @@ These are written because of the ops around them, whatever they cost (`find_writ
                                       ops read it, as in log_softmax
     softmax                           maximum and sum of short rows are in the kernel of the quotient that alone reads
                                       them
+    gathered arrays                   where devices split a model
     short arrays, spread over others  if a root, a quotient or a logarithm would be computed for every element
 
 Checked against programs that XLA 0.12 compiles for H100s: `python -m tests.bench.traced_models`.
@@ -180,6 +181,7 @@ def find_written(program: SizedProgram, sizes: np.ndarray, gradients: set[int]) 
       gradients: Results that the update reads: they are fused with it.
     """
     written = {entry for entry in program.outputs if entry is not None} - gradients
+    written.update(entry for op in program.ops if op.collective == "gather" for entry in op.outputs)
     for op in program.ops:
         if op.kind in ("heavy", "loop"):
             written.update(op.inputs[1:] if fills_operand(op) else op.inputs)

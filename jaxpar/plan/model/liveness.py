@@ -4,7 +4,8 @@ array                  from the kernel that writes it to the last one that reads
 of parameters alone    such as weights in 16 bits: from the first kernel that reads it
 gradient               to the end of the program: the update follows
 gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
-                       takes when the last of these can run: what they read is kept until then
+                       takes when the last of these can run: what they read is kept until then, or until devices
+                       that split the model wait for another collective
 scan                   its stacked results, and the arrays of one turn
 scores of a stack      of one turn once more: matmuls of the backward pass copy them out of it, in their own layout
 """
@@ -203,15 +204,16 @@ def _scores(body: SizedProgram) -> set[int]:
 def _delays(
     program: SizedProgram, fused: FusedProgram, gradients: Collection[int], rows: float, combined: int
 ) -> dict[int, int]:
-    """Returns the place of each matmul that makes a gradient, to that of the last one of its collective."""
+    """Returns the place of each matmul that makes a gradient, to that of the last gradient of its collective."""
     of_gradients, delays, group, size = _gradient_arrays(fused, gradients), {}, [], 0.0
     for kernel in fused.kernels:
-        if kernel.op.matmul is None or kernel.is_copy or of_gradients.isdisjoint(kernel.op.outputs):
+        if kernel.is_copy or kernel.op.kind != "heavy" or of_gradients.isdisjoint(kernel.op.outputs):
+            group = [] if kernel.op.collective else group
             continue
         added = sum(float(value(program.sizes[entry], rows)) for entry in kernel.op.outputs)
         if size + added > combined:
             group, size = [], 0.0
-        group.append(kernel.place)
+        group += [kernel.place] * (kernel.op.matmul is not None)
         size += added
         delays |= dict.fromkeys(group, kernel.place)
     return delays

@@ -78,6 +78,8 @@ class TracedOp:
       length: Iterations of a loop.
       carried: Number of a loop's results that are its final carry; the others are stacked over iterations.
       row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
+      collective: What devices that split arrays do after it: "sum" their results of a matmul or a reduction, "gather"
+        its result; "" for neither.
     """
 
     name: str
@@ -90,6 +92,7 @@ class TracedOp:
     length: int = 1
     carried: int = 0
     row: int = 0
+    collective: Literal["", "sum", "gather"] = ""
 
 
 @dataclass(slots=True)
@@ -103,6 +106,7 @@ class SizedProgram:
       inputs: Numbers of the arguments' arrays.
       outputs: Numbers of the results, None for a constant.
       variables: The variable of each array in `jaxpr`, or in one inside of it.
+      views: Maps arrays to the variables of their views.
       jaxpr: The jaxpr of the smaller number of rows.
     """
 
@@ -112,22 +116,39 @@ class SizedProgram:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     variables: list[Any] = field(default_factory=list)
+    views: dict[int, list[Any]] = field(default_factory=dict)
     jaxpr: Jaxpr | None = None
 
     def split(self, share: Callable[[Any], float]) -> "SizedProgram":
         """Returns the program of one device of several that split arrays.
 
         Args:
-          share: Maps a variable to the share of its array that the device has. A matmul is split as the most split of
-            its arrays.
+          share: Maps a variable to the share of its array that the device has. An array that is gathered for one of its
+            views stays gathered. A matmul is split as the most split of its arrays.
         """
-        shares, ops = [share(variable) for variable in self.variables], []
+        return self._split(share, ())[0]
+
+    def _split(self, share: Callable[[Any], float], given: Sequence[float]) -> tuple["SizedProgram", list[float]]:
+        """Returns the program of one device, and the shares of its arrays; `given` are shares of its inputs outside."""
+        shares = [
+            max(map(share, (variable, *self.views.get(entry, ())))) for entry, variable in enumerate(self.variables)
+        ]
+        for entry, outside in zip(self.inputs, given, strict=bool(given)):
+            shares[entry] = max(shares[entry], outside)
+        ops = []
         for op in self.ops:
-            if op.matmul is not None:
-                work = min(shares[entry] for entry in (*op.inputs, *op.outputs))
-                op = replace(op, matmul=replace(op.matmul, flop=work * op.matmul.flop))
-            ops.append(op if op.body is None else replace(op, body=op.body.split(share)))
-        return replace(self, sizes=[part * size for part, size in zip(shares, self.sizes, strict=True)], ops=ops)
+            if op.body is not None:
+                body, inside = op.body._split(share, [shares[entry] for entry in op.inputs])
+                op = replace(op, body=body)
+                for entry, inner in [*zip(op.outputs, body.outputs, strict=True)][op.carried :]:
+                    shares[entry] = max(shares[entry], inside[inner] if inner is not None else 0.0)
+            elif op.name == "dynamic_slice" and len(op.inputs) == 1 and op.inputs[0] in self.inputs:  # of a stack
+                shares[op.outputs[0]] = max(shares[op.outputs[0]], shares[op.inputs[0]])
+            else:
+                op = _split_op(op, shares)
+            ops.append(op)
+        sizes = [part * size for part, size in zip(shares, self.sizes, strict=True)]
+        return replace(self, sizes=sizes, ops=ops), shares
 
     def matmuls(self, times: int = 1, backward: bool = False) -> Iterator[tuple[TracedMatmul, int, bool]]:
         """Yields each matmul with its number of runs, and whether it is part of the backward pass."""
@@ -136,6 +157,22 @@ class SizedProgram:
                 yield op.matmul, times, backward or op.backward
             elif op.body is not None:
                 yield from op.body.matmuls(times * op.length, backward or op.backward)
+
+
+def _split_op(op: TracedOp, shares: Sequence[float]) -> TracedOp:
+    if not op.inputs or not op.outputs:
+        return op
+    result = shares[op.outputs[0]]
+    least = min(shares[entry] for entry in op.inputs)
+    if op.matmul is not None:
+        op = replace(op, matmul=replace(op.matmul, flop=min(least, result) * op.matmul.flop))
+    if least >= result:
+        return op
+    if op.kind == "reduce":  # of parts of rows: no kernel has all of a row
+        return replace(op, collective="sum", row=0)
+    if op.matmul is not None:
+        return replace(op, collective="sum")
+    return replace(op, collective="gather") if op.kind == "elementwise" and len(op.inputs) == 1 else op
 
 
 def read_program(trace: Callable[[int], Jaxpr], *, name: str) -> SizedProgram:
@@ -240,8 +277,11 @@ class _Reader:
             env = dict(zip(call.invars, inputs, strict=True))
             env.update({var: self._array(var) for var in call.constvars})
             return self._inline(call, env, backward=backward, salt=salt)
+        if _is_view(eqn) and inputs[0] is not None:
+            self.program.views.setdefault(inputs[0], []).append(eqn.outvars[0])
+            return inputs[: len(eqn.outvars)]
         if _is_view(eqn):
-            return inputs[: len(eqn.outvars)] if inputs[0] is not None else self._simple(eqn, inputs, backward)
+            return self._simple(eqn, inputs, backward)
         if name in ("scan", "while"):
             return [*self._loop(eqn, inputs, backward)]
         key = name, salt, tuple(map(_identity, eqn.invars, inputs)), str(sorted(eqn.params.items(), key=str))
@@ -378,7 +418,7 @@ def _merge(small: SizedProgram, large: SizedProgram, rows: tuple[int, int]) -> S
         width * _polynomial(*shapes, rows)
         for width, shapes in zip(small.widths, zip(small.sizes, large.sizes, strict=True), strict=True)
     ]
-    return SizedProgram(sizes, small.widths, merged, small.inputs, small.outputs, small.variables)
+    return replace(small, sizes=sizes, ops=merged)
 
 
 def _polynomial(small: tuple[int, ...], large: tuple[int, ...], rows: tuple[int, int]) -> Polynomial:

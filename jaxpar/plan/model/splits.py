@@ -26,6 +26,7 @@ class SplitTraffic:
       payload: Bytes of one collective that do not depend on the examples.
       times: Number of them for a microbatch.
       is_recomputed: Whether recomputation of activations runs them again.
+      backward: Whether the backward pass runs them.
     """
 
     axis: str
@@ -34,6 +35,7 @@ class SplitTraffic:
     payload: float
     times: float
     is_recomputed: bool = False
+    backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,12 @@ def split_sizes(splits: Iterable[Sizes], axis: str) -> list[int]:
     return sorted({1, *(sizes[AXES.index(axis)] for sizes in splits)})
 
 
-def traffic(model: SplitsModel, candidate: Candidate, axis: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (kind, payload, count) of a microbatch's collectives over an axis; the count is 0 for other sizes."""
+def traffic(model: SplitsModel, candidate: Candidate, axis: str) -> Iterator[tuple[SplitTraffic, Any, Any]]:
+    """Yields (traffic, payload, count) of a microbatch's collectives over an axis; the count is 0 for other sizes."""
     for (context, tensor), split in model.splits.items():
         active = np.equal(candidate.context, context) & np.equal(candidate.tensor, tensor)
         for entry in split.traffic:
             if entry.axis == axis:
                 payload = entry.payload + entry.payload_per_row * candidate.microbatch
                 again = entry.is_recomputed & np.not_equal(candidate.remat, "none")
-                yield entry.kind, payload, entry.times * active * (1 + again)
+                yield entry, payload, entry.times * active * (1 + again)

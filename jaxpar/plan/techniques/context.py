@@ -142,7 +142,7 @@ class _Maker:
 
 def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
     """Yields the collectives over the context axis of a model that is no decoder."""
-    yield from split_traffic(model, candidate, software, "context", software.context_overlap)
+    yield from split_traffic(model, candidate, software, "context")
 
 
 def gathered(model: Any, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Mapping[str, Any]:
@@ -150,7 +150,7 @@ def gathered(model: Any, candidate: Candidate, software: SoftwareModel, recipe: 
     if isinstance(model, Shape):
         return {}
     payloads = [
-        size * (times > 0) for kind, size, times in traffic(model, candidate, "context") if kind == "all-gather"
+        size * (times > 0) for sent, size, times in traffic(model, candidate, "context") if sent.kind == "all-gather"
     ]
     return {"working": 2.0 * np.maximum.reduce(np.broadcast_arrays(0.0, *payloads))}
 

@@ -89,7 +89,7 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
 
 def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
     """Yields the collectives over the tensor axis of a model that is no decoder."""
-    yield from split_traffic(model, candidate, software, "tensor", software.tensor_overlap)
+    yield from split_traffic(model, candidate, software, "tensor")
 
 
 def why_not(model: Any) -> str:
