@@ -13,12 +13,12 @@ times too large as there are parts.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.hlo.source_frames import equation_frame
@@ -180,16 +180,16 @@ def _trace(
             }
             with user_code_errors(f"{blueprint.name} on {count} rows", rule=_RULE, fix=_FIX):
                 closed = jax.make_jaxpr(forward)(variables, shapes)
-            traces.append(([*_all_equations(closed.jaxpr, None)], _constant_result(closed)))
+            traces.append(([*_all_equations(closed.jaxpr, None)], _constant_result(closed.jaxpr, closed.consts)))
     return traces
 
 
-def _constant_result(closed: ClosedJaxpr) -> float | None:
-    """Returns the last result if it is a constant scalar, or None."""
-    result = closed.jaxpr.outvars[-1]
+def _constant_result(jaxpr: Jaxpr, values: Sequence[Any]) -> float | None:
+    """Returns the last result if it is a constant scalar, or None; `values` are those of the jaxpr's constants."""
+    result = jaxpr.outvars[-1]
     if isinstance(result, Literal):
         return float(result.val)
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    constants = dict(zip(jaxpr.constvars, values, strict=True))
     return float(constants[result]) if result in constants else None
 
 
