@@ -23,7 +23,7 @@ from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import TIE, Solution, SpecsSolver
 from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.trace import TracedLoss
-from jaxpar.specs.user_input import check_arguments, merge_names, show_names
+from jaxpar.specs.user_input import check_arguments, merge_names, replaced_annotations, show_names
 from jaxpar.units import show_bytes
 
 AXIS = "tensor"
@@ -45,6 +45,7 @@ class FoundSpecs:
       unknown: Names of primitives that the analysis does not know: dims of their arrays stay unsplit.
       note: Says that the cheapest choice would leave an axis idle or split no parameter, if that is so; else "".
       differing: The user's own names that differ from those found; the user's are used.
+      replaced: Names that the model gives its parameters, which those found replace as they split other dims.
       seconds: Seconds that tracing, analysis and solving took.
       chip: The GPU for which they are found.
     """
@@ -57,6 +58,7 @@ class FoundSpecs:
     unknown: tuple[str, ...]
     note: str
     differing: tuple[str, ...]
+    replaced: tuple[str, ...]
     seconds: float
     chip: str
 
@@ -102,7 +104,11 @@ class FoundSpecs:
 
     @property
     def _differing(self) -> str:
-        return f"; yours win, unlike the prediction: {'; '.join(self.differing)}" if self.differing else ""
+        parts = (
+            ("yours win, unlike the prediction", self.differing),
+            ("in place of the model's own names", self.replaced),
+        )
+        return "".join(f"; {words}: {'; '.join(names)}" for words, names in parts if names)
 
     def explain(self) -> str:
         """Formats the names with the reason for each, and the predicted cost with its lower bound."""
@@ -117,6 +123,7 @@ class FoundSpecs:
         if self._repeated:
             lines.append(f"  {self._repeated}")
         lines += [f"  yours wins, unlike the prediction: {own}" for own in self.differing]
+        lines += [f"  found wins, in place of the model's own names: {names}" for names in self.replaced]
         if solution.cost > 1.0001 * solution.best:
             lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
         for number, axis in enumerate(self.axes):
@@ -227,6 +234,7 @@ def find_specs(
         reasons=_reasons(solver, solution, named, memory, split=bool(note)),
         note=note,
         differing=differing,
+        replaced=replaced_annotations(blueprint, parallel, found, axes),
         unknown=tuple(sorted(program.unknown)),
         seconds=time.perf_counter() - start,
         chip=chip,

@@ -1,13 +1,17 @@
 """Checks the arguments of `find_specs`, and merges the names that it found with the user's own, which take priority."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, suggest
+from jaxpar.models.dim_names import spec_axes
+from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
+from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.source_lines import parse_line
 from jaxpar.specs.names import NamedSpecs
 from jaxpar.step.numerics import DTYPES
@@ -92,6 +96,38 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
         activations={**activations, **parallel.activations},
     )
     return names, tuple(differing.values())
+
+
+def replaced_annotations(
+    blueprint: Blueprint, parallel: Parallel, found: Parallel, axes: Collection[str]
+) -> tuple[str, ...]:
+    """Returns the parameters whose own names in the model split other dims over these axes than those found, as text.
+
+    Args:
+      blueprint: The model.
+      parallel: The user's declaration, without found names.
+      found: The declaration with the names that were found, which a step uses.
+      axes: The axes for which they were found.
+    """
+    if not any(name for leaf in blueprint.leaves.values() for name in leaf.names or ()):
+        return ()
+    devices = math.prod(parallel.sizes.values())
+    try:
+        own = compose(blueprint, replace(parallel, specs=""), devices).placements
+    except JaxparError:  # the model's own names are of another mesh
+        return ()
+    used = compose(blueprint, found, devices).placements
+    texts: dict[str, str] = {}
+    for path, leaf in blueprint.leaves.items():
+        if any(leaf.names or ()) and _cuts(own[path].used, axes) != _cuts(used[path].used, axes):
+            pattern = _first_pattern(found.paths, path) or path
+            texts[pattern] = f"{pattern}: {show_names(leaf.names or ())} (found: {show_names(used[path].names)})"
+    return tuple(texts.values())
+
+
+def _cuts(spec: Iterable[Any], axes: Collection[str]) -> set[tuple[int, str]]:
+    """Returns (dim, axis) for each of these axes that splits a dim."""
+    return {(dim, axis) for dim, entry in enumerate(spec) for axis in spec_axes(entry) if axis in axes}
 
 
 def _first_pattern(paths: Mapping[str, Any], path: str) -> str | None:

@@ -365,3 +365,27 @@ def test_a_written_job_is_checked_trains_and_has_the_layout_that_was_found(specs
         train(dataclasses.replace(each, run=folder), stream=io.StringIO())
         rows = [json.loads(row) for row in (Path(folder.dir) / "metrics.jsonl").read_text().splitlines()]
         np.testing.assert_allclose([row["loss"] for row in rows if "loss" in row][-1], losses[-1], rtol=1e-5)
+
+
+class Annotated(nnx.Module):
+    """Its first matrix is split by rows, where columns cost less."""
+
+    def __init__(self, rngs, axes=("model", None)):
+        rows = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+        self.up = nnx.Linear(64, 256, kernel_init=rows, rngs=rngs)
+        self.down = nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+def test_names_of_the_model_that_found_ones_replace_are_said():
+    found = jp.find_specs(Annotated, squares, BATCH, TENSOR)
+    assert found.replaced == ("up/kernel: model, - (found: -, mlp)",)
+    assert "found wins, in place of the model's own names: up/kernel" in found.explain()
+    assert "in place of the model's own names: up/kernel" in found.sentence
+
+
+def test_names_of_the_model_that_split_the_same_dims_are_not():
+    same = partial(Annotated, axes=(None, "model"))
+    assert not jp.find_specs(same, squares, BATCH, TENSOR).replaced
