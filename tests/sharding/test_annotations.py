@@ -564,3 +564,23 @@ def test_a_box_of_a_class_of_the_users_keeps_its_names():
         pass
 
     assert stored(linen(boxed(Box, ("tensor", None)))()) == ROWS
+
+
+@pytest.mark.parametrize("rules", [{}, {"tp": "tensor"}])
+def test_an_axis_of_another_mesh_that_leaves_tensor_a_bias_alone_is_refused_with_its_rule(rules):
+    """Linen's bias takes its names from its use, so that tensor=4 split a bias, and no matrix, without a word."""
+
+    class Author(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.lecun_normal()
+            x = nn.relu(nn.Dense(64, kernel_init=nn.with_partitioning(init, (None, "tp")))(x))
+            return nn.Dense(16, kernel_init=nn.with_partitioning(init, ("tp", None)))(x)
+
+    model = jp.from_linen(Author(), jnp.zeros((8, 16)))
+    if rules:
+        placed = jp.compose(model, jp.Parallel(tensor=4, rules=rules), jax.devices()[:4]).placements
+        assert all("tensor" in placed[f"Dense_{n}/kernel"].used for n in (0, 1))
+        return
+    with pytest.raises(JaxparError, match=r"tensor=4 splits only Dense_0/bias[\s\S]*rules=\{'tp': 'tensor'\}"):
+        jp.compose(model, jp.Parallel(tensor=4), jax.devices()[:4])

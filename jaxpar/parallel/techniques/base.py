@@ -149,22 +149,34 @@ class Technique:
 
 
 def unsplit_axis_problems(layout: Layout, axis: str, dims: str) -> list[Problem]:
-    """Returns a problem if an axis splits no parameter."""
-    used = {
-        axis_name for place in layout.placements.values() for entry in place.sharded for axis_name in axes_tuple(entry)
-    }
-    if layout.sizes[axis] == 1 or axis in used:
+    """Returns a problem if an axis splits no parameter, or vectors alone while names of matrices have no rule."""
+    split = {
+        path: len(place.leaf.shape) for path, place in layout.placements.items()
+        if any(axis in axes_tuple(entry) for entry in place.sharded)
+    }  # fmt: skip
+    name = _name_to_split(layout, axis)
+    if layout.sizes[axis] == 1 or (split and (name is None or max(split.values()) > 1)):
         return []
-    known_names = {*layout.names, *layout.sizes, None}
-    unruled = {name: axis for place in layout.placements.values() for name in place.names if name not in known_names}
-    rules = f"rules that name dims of this model, as rules={unruled}" if unruled else _as_paths(layout, axis)
+    rules = f"a rule for a dim of this model, as rules={{{name!r}: {axis!r}}}" if name else _as_paths(layout, axis)
+    nothing = f"does nothing: it splits no parameter of {layout.blueprint.name}"
+    vectors = f"splits only {', '.join([*split][:3])} of {layout.blueprint.name}"
     return [
         Problem(
-            f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
+            f"{axis}={layout.sizes[axis]} {vectors if split else nothing}",
             f"every axis of the mesh splits work; `{axis}` splits dims {dims}",
             f"{size_setting(axis, 1)} and a larger data, or {rules}",
         )
     ]
+
+
+def _name_to_split(layout: Layout, axis: str) -> str | None:
+    """Returns the name without a rule whose dim is largest, of those that the axis divides; None if there is none."""
+    sizes = {
+        name: size
+        for place in layout.placements.values() for name, size in zip(place.names, place.leaf.shape, strict=True)
+        if name is not None and name not in {*layout.names, *layout.sizes} and size % layout.sizes[axis] == 0
+    }  # fmt: skip
+    return max(sizes, key=lambda name: sizes[name], default=None)
 
 
 def _as_paths(layout: Layout, axis: str) -> str:
