@@ -272,6 +272,56 @@ def test_stages_with_complex_parameters_train_as_flax_alone():
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5), state.params, expected[1])
 
 
+class NormalizedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(nn.Dense(16)(x))), None
+
+
+class NormalizedStack(nn.Module):
+    """Layers in one scan, each with averages that only evaluations read."""
+
+    @nn.compact
+    def __call__(self, x):
+        axes, rngs = {"params": 0, "batch_stats": 0}, {"params": True}
+        x, _ = nn.scan(NormalizedLayer, variable_axes=axes, split_rngs=rngs, length=3)()(nn.Dense(16)(x), None)
+        return nn.Dense(8)(nn.relu(nn.Dense(16)(x)))
+
+
+def test_averages_of_a_scan_of_layers_are_those_of_flax_alone():
+    """A scan counted as reading all of its state, so that a stack with BatchNorm was refused."""
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(16, 8)).astype("float32") for name in ("x", "y")}
+    model, sgd, microbatches = NormalizedStack(), optax.sgd(0.1), 2
+    parallel = jp.Parallel(pipe=2, pipeline=jp.Pipeline(stages="found", microbatches=microbatches))
+    layout = jp.compose(jp.from_linen(model, batch["x"][:1]), parallel, jax.devices()[:2])
+    step = jp.train_step(layout, lambda m, b: (jnp.sum((m(b["x"]) - b["y"]) ** 2), b["y"].size), sgd)
+    state = jp.init_state(layout, sgd)
+    start = state.params, state.model_state["collections"]["batch_stats"]
+    params, averages = jax.tree.map(lambda value: jnp.array(np.asarray(value)), start)
+
+    @jax.jit
+    def gradient(params, averages, x, y):
+        def mean(params):
+            out, after = model.apply({"params": params, "batch_stats": averages}, x, mutable=["batch_stats"])
+            return jnp.sum((out - y) ** 2) / y.size, after["batch_stats"]
+
+        return jax.value_and_grad(mean, has_aux=True)(params)
+
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses, slopes = [], []
+        for number in range(microbatches):
+            rows = (batch[name][number::microbatches] for name in ("x", "y"))
+            (value, averages), slope = gradient(params, averages, *rows)
+            losses.append(value)
+            slopes.append(slope)
+        params = jax.tree.map(lambda value, *each: value - 0.1 * sum(each) / microbatches, params, *slopes)
+        assert float(metrics["loss"]) == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    found = state.params, state.model_state["collections"]["batch_stats"]
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5), found, (params, averages))
+
+
 @pytest.mark.nightly
 def test_more_stages_than_pieces_are_refused():
     with pytest.raises(jp.JaxparError, match="4 pieces in 8 stages"):

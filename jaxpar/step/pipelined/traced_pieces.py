@@ -116,9 +116,8 @@ class TracedPieces:
         cut = self.jaxpr_cut(train=train)
         parts = cut.parts(part_of, self.outs, new_state, count=count)
         # a result that depends on updated state differs between microbatches, and its backward runs after more updates
-        for part in cut.parts(part_of, self.outs, count=count) if kept else ():
-            if part.reads_state:
-                raise _later_state_error(self.name)
+        if not PrunedJaxpr(self.jaxpr.jaxpr, self.outs).reads.isdisjoint(self.state[i] for i in kept):
+            raise _later_state_error(self.name)
         for part in parts:
             if {*part.reads_state} - {*part.state}:
                 raise _later_state_error(self.name)
