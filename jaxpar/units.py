@@ -46,7 +46,9 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_rate(text: str | float) -> float:
-    """Parses a bandwidth such as `12GB/s`, `12GB` or, in bits, `10Gb/s`; returns bytes per second, as a number is.
+    """Parses a bandwidth such as `12GB/s`, `12GB` or, in bits, `10Gb/s`; returns bytes per second.
+
+    A number is one of bytes per second.
 
     Raises:
       JaxparError: If the text is no bandwidth.
@@ -54,7 +56,11 @@ def parse_rate(text: str | float) -> float:
     >>> parse_rate("10Gb/s")
     1250000000.0
     """
-    text = f"{int(text)}B" if isinstance(text, Real) and 0 <= float(text) < math.inf else str(text)
+    text = (
+        f"{int(text)}B"
+        if isinstance(text, Real) and not isinstance(text, bool) and 0 <= float(text) < math.inf
+        else str(text)
+    )
     bits = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(?:b|bit)(?:/s|ps)\s*", text)
     if bits:
         return float(bits[1]) * 1000.0 ** " kMGT".index(bits[2] or " ") / 8

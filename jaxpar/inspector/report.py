@@ -8,6 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
         unknown += (
             ["roles"] * bool(roles)
             + ["mesh"] * (mesh is not None)
-            + ["a second batch"] * (len(args) + ("batch" in kwargs) > 1)
+            + ["a second argument"] * (len(args) + ("batch" in kwargs) > 1)
         )
         if unknown:
             raise refuse(
@@ -94,7 +95,7 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
                 fix='jp.inspect(step, batch); jp.target_devices("h100:1x8") at first compiles it for absent GPUs',
             )
         sync_round = kwargs.get("sync_round", 0)
-        if type(sync_round) is not int or sync_round < 0:
+        if not isinstance(sync_round, Integral) or sync_round < 0:
             rule = "the number of the sync round that ends the step, from 1; 0 for none"
             raise refuse(f"sync_round={sync_round!r:.60}", rule=rule, fix="sync_round=1")
         return build_report(step_subject(program, *args, **kwargs))

@@ -20,17 +20,15 @@ def has_prefix(path: str, prefix: str) -> bool:
     return path == prefix.strip("/") or path.startswith(prefix.strip("/") + "/")
 
 
-def as_patterns(key: str, given: str | Iterable[str]) -> tuple[str, ...]:
+def as_patterns(key: str, texts: str | Iterable[str]) -> tuple[str, ...]:
     """Returns a user's patterns as a tuple; a text alone is one pattern.
 
     Raises:
       JaxparError: If one is no text.
     """
-    patterns = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    patterns = (texts,) if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
     if invalid := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-        raise refuse(
-            f"{key}: {invalid[0]!r:.60}", rule="a pattern of paths is text", fix=f'{key}: ["embed", "blocks/0*"]'
-        )
+        raise refuse(f"{key}: {invalid[0]!r:.60}", rule="a pattern of paths is text", fix='["embed", "blocks/0*"]')
     return patterns
 
 

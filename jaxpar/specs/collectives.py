@@ -58,7 +58,7 @@ class RepeatedCollective:
       of_examples: Whether the array has a dim of examples: the bytes are then proportional to the number of examples.
       is_recomputed: Whether a step that recomputes activations runs it again in its backward pass.
       backward: Whether the backward pass runs it.
-      turns: Iterations of the loops around it.
+      iterations: Iterations of the loops around it.
     """
 
     axis: int = 0
@@ -68,7 +68,7 @@ class RepeatedCollective:
     of_examples: bool
     is_recomputed: bool = False
     backward: bool = False
-    turns: float = 1.0
+    iterations: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

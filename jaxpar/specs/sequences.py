@@ -7,7 +7,7 @@ The loss is traced as a step of two devices of `context` traces it, on an abstra
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ class SequenceShares:
         program = cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
         cut = {piece: {0} for piece in sequence_pieces(program, jaxpr)}
         share, whole = share_of_variable(program, cut, (self.size,)), {*map(id, jaxpr.invars[: len(paths)])}
-        whole |= _gathered_views(jaxpr, {id(variable) for variable, _, _ in gathered_arrays(jaxpr)})
+        whole |= _gathered_views(jaxpr, frozenset(id(variable) for variable, _, _ in gathered_arrays(jaxpr)))
         return lambda variable: 1.0 if id(variable) in whole else share(variable)  # a table of positions is whole
 
 
@@ -100,19 +100,30 @@ def _gathered_arrays(jaxpr: Jaxpr, specs: dict[int, tuple], times: int = 1) -> I
             yield from _gathered_arrays(inner, specs, runs)
 
 
-def _gathered_views(jaxpr: Jaxpr, gathered: set[int]) -> set[int]:
-    """Adds the ids of what transposes, casts and reshapes make of gathered arrays, also in and out of inner jaxprs."""
+def _gathered_views(jaxpr: Jaxpr, arrays: frozenset[int], parameters: Collection[int] = ()) -> set[int]:
+    """Returns the ids of gathered arrays, and of their transposes, casts and reshapes, in calls and scans too.
+
+    Not followed are branches, and what an iteration of a scan hands on to the next.
+
+    Args:
+      jaxpr: The program.
+      arrays: Ids of the gathered arrays, those of inner programs too.
+      parameters: Ids of the program's parameters that are gathered.
+    """
+    gathered = {*arrays, *parameters}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _SAME_ENTRIES and id(eqn.invars[0]) in gathered:
             gathered.add(id(eqn.outvars[0]))
         for inner in jaxprs_in_params(eqn.params):
+            parameters = []
             if len(inner.invars) == len(eqn.invars):
-                pairs = zip(eqn.invars, inner.invars, strict=True)
-                gathered |= {id(variable) for outside, variable in pairs if id(outside) in gathered}
-            _gathered_views(inner, gathered)
+                arguments = zip(eqn.invars, inner.invars, strict=True)
+                parameters = [id(parameter) for argument, parameter in arguments if id(argument) in gathered]
+            inside = _gathered_views(inner, arrays, parameters)  # of this call: two calls of a function share a jaxpr
             if len(inner.outvars) == len(eqn.outvars):
                 results = zip(eqn.outvars, inner.outvars, strict=True)
-                gathered |= {id(variable) for variable, inside in results if id(inside) in gathered}
+                gathered |= {id(result) for result, value in results if id(value) in inside}
+            gathered |= inside
     return gathered
 
 

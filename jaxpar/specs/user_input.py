@@ -80,13 +80,13 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
             )
     activations = {}
     for key, names in named.activations.items():
-        own = [tuple(parallel.activations[line]) for line in _user_keys(key, parallel.activations)]
-        if not own:
+        of_user = {tuple(parallel.activations[line]) for line in _user_keys(key, parallel.activations)}
+        if not of_user:
             activations[key] = names
-        elif own != [tuple(names)]:
+        elif of_user != {tuple(names)}:
             differing[key] = f"activations {key!r} (found: {show_names(names)})"
     for name in sorted({*named.names.values()} & {*parallel.rules}):
-        if name not in named.rules or parallel.rules[name] != named.rules[name]:
+        if spec_axes(parallel.rules[name]) != spec_axes(named.rules.get(name, named.axes.get(name))):
             differing[name] = f"rules {name!r}: {parallel.rules[name]}"
     names = replace(
         parallel,
@@ -135,12 +135,12 @@ def _first_pattern(paths: Mapping[str, Any], path: str) -> str | None:
     return next((pattern for pattern in paths if re.search(rf"(^|/)(?:{pattern})$", path)), None)
 
 
-def _user_keys(key: str, own: Iterable[str]) -> list[str]:
+def _user_keys(key: str, texts: Iterable[str]) -> list[str]:
     """Returns the user's own keys that name the activations of this key."""
     line = parse_line(key)
     if line is None:
         return []
-    return [text for text in own if (user_line := parse_line(text)) is not None and user_line.wins_over(line)]
+    return [text for text in texts if (user_line := parse_line(text)) is not None and user_line.wins_over(line)]
 
 
 def show_names(names: Iterable[str | None]) -> str:

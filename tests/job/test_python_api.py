@@ -255,7 +255,7 @@ WRONG = {
     "a job to inspect": (lambda path: jp.inspect("configs/quickstart.toml"), "jaxpar inspect JOB"),
     "devices of a step": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, devices=8), "with devices"),
     "roles of a step": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, roles=("batch",)), "with roles"),
-    "two batches": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, batch=BATCH), "with a second batch"),
+    "two batches": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, batch=BATCH), "with a second argument"),
     "a sync round as text": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, sync_round="1"), "sync_round='1'"),
     "top": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=0), "top is"),
 }  # fmt: skip

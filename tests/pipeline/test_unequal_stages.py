@@ -272,6 +272,18 @@ def test_stages_with_complex_parameters_train_as_flax_alone():
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5), state.params, expected[1])
 
 
+@pytest.mark.parametrize("weights", ["stash", "2bw"])
+def test_complex_parameters_of_asynchronous_stages_keep_their_imaginary_parts(weights):
+    parallel = jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages="found", microbatches=2, weights=weights))
+    optimizer = optax.sgd(0.0)
+    layout = jp.compose(Complex, parallel, jax.devices()[:8])
+    state = jp.init_state(layout, optimizer)
+    before = jax.tree.map(np.asarray, state.params)
+    state, metrics = jp.train_step(layout, loss, optimizer)(state, batch_of(Complex))
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.tree.map(np.asarray, state.params), before))
+    assert float(metrics["grad_norm"]) > 0
+
+
 class NormalizedLayer(nn.Module):
     @nn.compact
     def __call__(self, x, _):

@@ -74,6 +74,7 @@ def test_sums_of_small_gradients_over_tensor_are_one_collective_and_the_backward
     model = plans["trace"]
     sent = model.shape.splits[1, 4].traffic
     sums = [entry for entry in sent if entry.kind == "all-reduce" and not entry.payload_per_row]
+    assert sums
     assert sum(entry.times for entry in sums if entry.backward) <= 1 + model.shape.layers  # in each turn of a scan
     assert {entry.backward for entry in sent} == {True, False}
     layout = Candidate(data=2, tensor=4, microbatch=32)

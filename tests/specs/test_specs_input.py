@@ -367,6 +367,13 @@ def test_a_written_job_is_checked_trains_and_has_the_layout_that_was_found(specs
         np.testing.assert_allclose([row["loss"] for row in rows if "loss" in row][-1], losses[-1], rtol=1e-5)
 
 
+def test_a_rule_of_the_user_that_is_the_default_one_does_not_differ():
+    found = jp.find_specs(Net, squares, BATCH, jp.Parallel(tensor=8, rules={"mlp": "tensor"}))
+    assert not found.differing
+    keys = {UP: ("batch", "mlp"), f"{UP} [..., 256]": ("batch", "mlp")}
+    assert not jp.find_specs(Net, squares, BATCH, jp.Parallel(tensor=8, activations=keys)).differing
+
+
 class Annotated(nnx.Module):
     """Its first matrix is split by rows, where columns cost less."""
 

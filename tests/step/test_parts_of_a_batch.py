@@ -85,6 +85,14 @@ def test_a_constant_count_is_warned_of_where_replicas_compute_losses_of_their_ow
         step.lower(step.abstract(), batch)
 
 
+def test_pairs_of_rows_are_warned_of_where_replicas_compute_losses_of_their_own():
+    layout = jp.compose(Towers, jp.Parallel(data=2, exchange=jp.Exchange("sign", smallest=1)), jax.devices()[:2])
+    step = jp.train_step(layout, contrastive, optax.sgd(0.1), accumulate=2)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, size), jnp.float32) for name, size in (("images", 12), ("texts", 20))}
+    with pytest.warns(UserWarning, match=r"(?s)float32\[4,4\].*Each part of 4 has the pairs of its 4 rows.*all_reduce"):
+        step.lower(step.abstract(), batch)
+
+
 def test_a_mean_with_a_count_of_one_is_not_warned_of():
     def mean(model, batch):
         total, count = squares(model, batch)

@@ -62,9 +62,10 @@ class SelectiveExchange(Exchange):
         if any(self.compresses(path, part.total_size, part.dtype) for path, part in parts.items()):
             return []
         largest = max((part.total_size for part in parts.values() if not _is_complex(part.dtype)), default=0)
+        reason = f"the largest parameter has {largest:,} elements" if largest else "all parameters are complex"
         return [
             Problem(
-                f"exchange {self} compresses nothing: the largest parameter has {largest:,} elements",
+                f"exchange {self} compresses nothing: {reason}",
                 f"parameters of {self.smallest:,} elements and more are compressed, except complex ones and paths that "
                 "match `whole`",
                 f"smallest = {max(largest // 2, 1)}, or leave the exchange out" * bool(largest)

@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr
 
 from jaxpar.errors import JaxparError
 from jaxpar.job.parts.plan_sequences import trace_sequences
+from jaxpar.mesh.collective import wire_bytes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.liveness import REDUCED
@@ -298,7 +299,8 @@ def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, prec
         return None
     axes = tuple(by_axis)
     traffic = tuple(
-        _traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in _combine_sums(solution.collectives)
+        _traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows)
+        for sent in _combine_sums(solution.collectives, [*by_axis.values()])
     )
     return _FoundDims(
         traffic=traffic,
@@ -324,20 +326,22 @@ def _traffic(sent: RepeatedCollective, axis: str, size: int, rows: float) -> Spl
     )  # fmt: skip
 
 
-def _combine_sums(collectives: Iterable[RepeatedCollective]) -> Iterator[RepeatedCollective]:
+def _combine_sums(collectives: Iterable[RepeatedCollective], sizes: Sequence[int]) -> Iterator[RepeatedCollective]:
     """Yields the collectives, with all-reduces of one pass and loop that do not depend on the examples combined.
 
-    These are sums of gradients. XLA combines them up to some bytes.
+    These are sums of gradients, and of the loss. XLA combines them up to some bytes; none of them is recomputed.
+    `sizes` are those of the axes.
     """
     sums: defaultdict[tuple[int, bool, float], float] = defaultdict(float)
     for sent in collectives:
         if sent.kind == "all-reduce" and not sent.of_examples:
-            sums[sent.axis, sent.backward, sent.turns] += sent.bytes * sent.times / sent.turns
+            sums[sent.axis, sent.backward, sent.iterations] += sent.bytes * sent.times / sent.iterations
         else:
             yield sent
-    for (axis, backward, turns), total in sums.items():
-        count = math.ceil(total / 2 / REDUCED)  # a ring sends each byte nearly twice
+    for (axis, backward, iterations), total in sums.items():
+        payload = total / wire_bytes("all-reduce", 1.0, sizes[axis])
+        count = max(1, math.ceil(payload / REDUCED))
         yield RepeatedCollective(
-            axis=axis, kind="all-reduce", bytes=total / count, times=count * turns, of_examples=False,
-            backward=backward, turns=turns,
+            axis=axis, kind="all-reduce", bytes=total / count, times=count * iterations, of_examples=False,
+            backward=backward, iterations=iterations,
         )  # fmt: skip

@@ -260,7 +260,7 @@ def stage_update(
         tree = join(*params)
         # reduced in float32, then cast to the dtype of the parameters, which the optimizer's state expects
         summed = jax.tree.map(lambda g, p: g.astype(p.dtype), join(*reduce(gradients)), tree)
-        square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(summed))
+        square = sum(jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in jax.tree.leaves(summed))
         updates, state = step_inputs.update(optimizer, summed, state, tree, None)
         return split(optax.apply_updates(tree, updates)), state, square
 

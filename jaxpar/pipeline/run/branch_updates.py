@@ -161,7 +161,9 @@ class UpdatingBranchTable(BranchTable):
                 path: jnp.zeros_like(params[path]) if path in frozen else value.astype(params[path].dtype)
                 for path, value in self.buffers.read(gradients, stage).items()
             }
-            total = jnp.asarray(sum(jnp.sum(jnp.square(value.astype(jnp.float32))) for value in grads.values()))
+            total = jnp.asarray(
+                sum(jnp.sum(jnp.square(jnp.abs(value).astype(jnp.float32))) for value in grads.values())
+            )
             tree, leaves = _full_tree(self.params, params), {**self.arrays.shapes, **arrays, **counts}
             state = jax.tree.unflatten(self.arrays.tree, [_array_or_empty(leaves[name]) for name in self.arrays.names])
             updates, new_state = step_inputs.update(optimizer, _full_tree(self.params, grads), state, tree, None)

@@ -83,7 +83,7 @@ class ParameterShards:
         return jnp.transpose(whole.reshape(dims), order)
 
 
-def _sum_dtype(parameter: DTypeLike) -> DTypeLike:
+def sum_dtype(parameter: DTypeLike) -> DTypeLike:
     """Returns the dtype of a parameter's sum of gradients, as in `StageBuffers.zeros`: float32 or wider, or complex."""
     return jnp.promote_types(parameter, jnp.float32)
 
@@ -161,9 +161,9 @@ class ShardExchange:
                     lead = [self._sizes[axis] for axis in key[0]]
                     flat = [value.reshape(*lead, -1) for value in parts]
                     missing = self._max_size(paths) - sum(value.shape[-1] for value in flat)
-                    rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), _sum_dtype(key[1]))], axis=-1)
+                    rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), sum_dtype(key[1]))], axis=-1)
                 zeros = {
-                    path: jnp.zeros(self._shapes[path].shape, _sum_dtype(self._shapes[path].dtype)) for path in others
+                    path: jnp.zeros(self._shapes[path].shape, sum_dtype(self._shapes[path].dtype)) for path in others
                 }
                 return rows, {path: grads.get(path, zeros[path]) for path in others}
 

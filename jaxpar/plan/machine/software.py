@@ -66,8 +66,8 @@ class SoftwareModel:
         it: a share of the time of their bytes inside a node.
       exposed_edge_gathers: Whether each pass begins or ends with an exposed gather: of the first layers in the
         forward pass, of the last layer in the backward pass; with sharded parameters and layerwise collectives.
-      tensor_overlap: Hidden share of the tensor axis' collectives that can overlap with a matmul.
-      context_overlap: Hidden share of the context axis' collectives.
+      tensor_overlap: Hidden share of the tensor axis' collectives of a decoder that can overlap with a matmul.
+      context_overlap: Hidden share of the context axis' collectives of a decoder.
       context_shards: Whether devices of the context axis share the training state like devices of fsdp.
       regather_context: Whether the backward pass gathers keys and values again, instead of saving them.
       regather: Whether sequence parallelism saves shards of matmul inputs, and gathers them again in the backward pass.

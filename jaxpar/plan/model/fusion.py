@@ -17,7 +17,7 @@ These are written because of the ops around them, whatever they cost (`find_writ
                                       ops read it, as in log_softmax
     softmax                           maximum and sum of short rows are in the kernel of the quotient that alone reads
                                       them
-    gathered arrays                   where devices split a model
+    gathered results of one array     where devices split a model
     short arrays, spread over others  if a root, a quotient or a logarithm would be computed for every element
 
 Checked against programs that XLA 0.12 compiles for H100s: `python -m tests.bench.traced_models`.

@@ -208,7 +208,7 @@ def _delays(
     of_gradients, delays, group, size = _gradient_arrays(fused, gradients), {}, [], 0.0
     for kernel in fused.kernels:
         if kernel.is_copy or kernel.op.kind != "heavy" or of_gradients.isdisjoint(kernel.op.outputs):
-            group = [] if kernel.op.collective else group
+            group = [] if kernel.op.waits else group
             continue
         added = sum(float(value(program.sizes[entry], rows)) for entry in kernel.op.outputs)
         if size + added > combined:

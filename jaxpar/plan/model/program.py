@@ -78,8 +78,11 @@ class TracedOp:
       length: Iterations of a loop.
       carried: Number of a loop's results that are its final carry; the others are stacked over iterations.
       row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
-      collective: What devices that split arrays do after it: "sum" their results of a matmul or a reduction, "gather"
-        its result; "" for neither.
+      scanned: Number of a loop's inputs that are stacks, of which an iteration reads a slice; the last ones.
+      is_slice: Whether it is that slice.
+      collective: What devices that split arrays do after it: "sum" their results of a matmul or a reduction, also if
+        only the result of whole rows is gathered; "gather" the result of an elementwise op of one array; "" for
+        neither.
     """
 
     name: str
@@ -92,7 +95,14 @@ class TracedOp:
     length: int = 1
     carried: int = 0
     row: int = 0
+    scanned: int = 0
+    is_slice: bool = False
     collective: Literal["", "sum", "gather"] = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether devices that split arrays wait for a collective after it, or in an iteration of it."""
+        return bool(self.collective) or (self.body is not None and any(op.waits for op in self.body.ops))
 
 
 @dataclass(slots=True)
@@ -128,27 +138,41 @@ class SizedProgram:
         """
         return self._split(share, ())[0]
 
-    def _split(self, share: Callable[[Any], float], given: Sequence[float]) -> tuple["SizedProgram", list[float]]:
-        """Returns the program of one device, and the shares of its arrays; `given` are shares of its inputs outside."""
+    def _split(self, share: Callable[[Any], float], least: Sequence[float]) -> tuple["SizedProgram", list[float]]:
+        """Returns the program of one device, and the shares of its arrays; `least` has lower bounds for its inputs."""
         shares = [
             max(map(share, (variable, *self.views.get(entry, ())))) for entry, variable in enumerate(self.variables)
         ]
-        for entry, outside in zip(self.inputs, given, strict=bool(given)):
-            shares[entry] = max(shares[entry], outside)
+        for entry, bound in zip(self.inputs, least, strict=bool(least)):
+            shares[entry] = max(shares[entry], bound)
         ops = []
         for op in self.ops:
             if op.body is not None:
-                body, inside = op.body._split(share, [shares[entry] for entry in op.inputs])
-                op = replace(op, body=body)
-                for entry, inner in [*zip(op.outputs, body.outputs, strict=True)][op.carried :]:
-                    shares[entry] = max(shares[entry], inside[inner] if inner is not None else 0.0)
-            elif op.name == "dynamic_slice" and len(op.inputs) == 1 and op.inputs[0] in self.inputs:  # of a stack
+                op, results = op.body._split_loop(op, share, shares)
+                for entry, bound in results.items():
+                    shares[entry] = max(shares[entry], bound)
+            elif op.is_slice:
                 shares[op.outputs[0]] = max(shares[op.outputs[0]], shares[op.inputs[0]])
             else:
                 op = _split_op(op, shares)
             ops.append(op)
         sizes = [part * size for part, size in zip(shares, self.sizes, strict=True)]
         return replace(self, sizes=sizes, ops=ops), shares
+
+    def _split_loop(
+        self, op: TracedOp, share: Callable[[Any], float], shares: Sequence[float]
+    ) -> tuple[TracedOp, dict[int, float]]:
+        """Returns the loop of this body on one device, and the shares of its stacked results.
+
+        What is gathered outside is whole inside, and the other way round; but what iterations hand on is split again.
+        """
+        first = len(op.inputs) - op.scanned - op.carried
+        least = [
+            0.0 if first <= number < first + op.carried else shares[entry] for number, entry in enumerate(op.inputs)
+        ]
+        body, of_body = self._split(share, least)
+        pairs = [*zip(op.outputs, body.outputs, strict=True)][op.carried :]
+        return replace(op, body=body), {entry: of_body[inner] for entry, inner in pairs if inner is not None}
 
     def matmuls(self, times: int = 1, backward: bool = False) -> Iterator[tuple[TracedMatmul, int, bool]]:
         """Yields each matmul with its number of runs, and whether it is part of the backward pass."""
@@ -234,7 +258,7 @@ class _Reader:
         for place in scanned:
             var = jaxpr.invars[place]
             if (entry := env[var]) is not None:
-                env[var] = self._add("dynamic_slice", "elementwise", (entry,), (var,))[0]
+                env[var] = self._add("dynamic_slice", "elementwise", (entry,), (var,), is_slice=True)[0]
         outputs = self._inline(jaxpr, env, backward=False, salt=0)
         for place in stacked:
             if (entry := outputs[place]) is not None:
@@ -278,7 +302,9 @@ class _Reader:
             env.update({var: self._array(var) for var in call.constvars})
             return self._inline(call, env, backward=backward, salt=salt)
         if _is_view(eqn) and inputs[0] is not None:
-            self.program.views.setdefault(inputs[0], []).append(eqn.outvars[0])
+            for entry, result in zip(inputs, eqn.outvars, strict=False):  # a barrier has as many results as operands
+                if entry is not None:
+                    self.program.views.setdefault(entry, []).append(result)
             return inputs[: len(eqn.outvars)]
         if _is_view(eqn):
             return self._simple(eqn, inputs, backward)
@@ -327,7 +353,7 @@ class _Reader:
         constants = {place for place in unchanged if given[place] in self.uniform}
         return self._add(
             eqn.primitive.name, "loop", [entry for place, entry in enumerate(given) if place not in constants],
-            eqn.outvars, backward=backward, length=eqn.params.get("length", 1), carried=carried,
+            eqn.outvars, backward=backward, length=eqn.params.get("length", 1), carried=carried, scanned=len(scanned),
             body=_Reader().read(body, scanned=scanned, stacked=stacked, constants=constants),
         )  # fmt: skip
 

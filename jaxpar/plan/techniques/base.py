@@ -34,7 +34,9 @@ from jaxpar.plan.model.state_bytes import Recipe
 
 LOCAL = ("collective-permute", "all-to-all")  # kinds priced by the distance of their messages
 BYTES = 2  # of bfloat16, the dtype in which activations are sent
-OVERLAP = 0.8  # hidden share of a found split's backward collectives: in 25 replayed programs all, on average
+# hidden share of a found split's backward collectives: all in 25 replayed programs, on average; but they take
+# processors and bandwidth from the matmuls beside them, which no replay shows
+OVERLAP = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ in every layer, and a loop that takes one expert at a time leaves nothing that t
 is sent to all of them.
 
 Pairs of rows: a contrastive loss compares each row with all others, so that an array of it grows with the square of the
-rows. Each microbatch has the pairs of its own rows alone, and the loss then depends on the number of microbatches.
+rows. Each part of a batch, a microbatch or the rows of a replica with a loss of its own, has the pairs of its own rows
+alone, and the loss then depends on the number of parts.
 
 Counts: the counts of the parts of a batch are added up. One that is the same for any number of rows is then as many
 times too large as there are parts.
@@ -35,6 +36,7 @@ from jaxpar.step.stochastic_loss import traceable_loss
 
 AXIS = "expert"
 Equations = list[tuple[JaxprEqn, SourceFrame | None]]
+_WHOLE = "one microbatch", "one microbatch, and the exchange all_reduce"
 _RULE, _FIX = (
     "a loss accepts any number of rows",
     "none is needed: pairs of rows and a constant count are not looked for",
@@ -107,8 +109,8 @@ def check_parts(
     """Warns of a loss that is another one for the parts of a batch: of pairs of rows, or with a constant count.
 
     An array of pairs is four times as large for twice the rows. A constant count of 1 is not warned of: it is that of a
-    mean. Not checked is a model that takes one number of rows alone, and for pairs a loss whose operations depend on
-    the number of rows, such as a Python loop over them.
+    mean. Not checked are a model that takes one number of rows alone; for pairs a loss whose operations depend on the
+    number of rows, such as a Python loop over them; and counts that JAX computes, or that are not of `loss`.
 
     Args:
       layout: The layout of the model.
@@ -131,27 +133,27 @@ def check_parts(
             f"sum is a mean times {count:g}",
             stacklevel=4,
         )
-    if microbatches > 1:
-        _check_row_pairs(layout, few, many, microbatches, rows)
+    part = "microbatch" if replicas == 1 else "part"
+    if place := _place_of_pairs(few, many):
+        warnings.warn(
+            f"{layout.blueprint.name}: the loss pairs the rows of a batch, as an array of {place} grows with the "
+            f"square of their number. Each {part} of {parts} has the pairs of its {rows // parts} rows alone: a "
+            f"contrastive loss is then not that of {rows} rows, and a mixture's capacity is of a {part}\n"
+            f"  fix: {_WHOLE[replicas > 1]}; or ignore this if that is meant",
+            stacklevel=4,
+        )
 
 
-def _check_row_pairs(layout: Layout, few: Equations, many: Equations, microbatches: int, rows: int) -> None:
-    """Warns if the loss has an array that is four times as large for twice the rows."""
+def _place_of_pairs(few: Equations, many: Equations) -> str:
+    """Returns the line of the first array that is four times as large for twice the rows, with its shape; or ""."""
     if [equation.primitive for equation, _ in few] != [equation.primitive for equation, _ in many]:
-        return
+        return ""
     for (small, frame), (large, _) in zip(few, many, strict=True):
         for one, two in zip(small.outvars, large.outvars, strict=True):
             if 1 < 4 * getattr(one.aval, "size", 0) == getattr(two.aval, "size", 0):
                 place = f"{Path(frame.file).name}:{frame.line}" if frame else small.primitive.name
-                warnings.warn(
-                    f"{layout.blueprint.name}: the loss pairs the rows of a batch, as an array of {place} "
-                    f"({one.aval.str_short()}) grows with the square of their number. Each of {microbatches} "
-                    f"microbatches has the pairs of its {rows // microbatches} rows alone: a contrastive loss is then "
-                    f"not that of {rows} rows, and a mixture's capacity is of a microbatch\n  fix: one microbatch; or "
-                    "ignore this if that is meant",
-                    stacklevel=4,
-                )
-                return
+                return f"{place} ({one.aval.str_short()})"
+    return ""
 
 
 def _trace(

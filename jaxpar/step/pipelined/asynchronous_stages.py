@@ -19,7 +19,7 @@ from jaxpar.parallel.specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import plan_versions
 from jaxpar.pipeline.run.branch_updates import OptimizerArrays, UpdatingBranchTable
 from jaxpar.pipeline.run.program import program
-from jaxpar.pipeline.run.shard_exchange import ShardExchange
+from jaxpar.pipeline.run.shard_exchange import ShardExchange, sum_dtype
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import SCOPE, Tree, by_path, nest, path_of
 from jaxpar.step.gradients import Batch, metrics
@@ -81,8 +81,10 @@ class AsyncUnequalStages(UnequalStages):
 
             def back(exchange, buffers, before):
                 # replicas have equal values: the first of each stage sends
-                own = [jnp.where(first, value, jnp.zeros_like(value)).astype(jnp.float32) for value in buffers]
-                found = exchange.send_gradients(own, ())
+                values = [
+                    jnp.where(first, value, jnp.zeros_like(value)).astype(sum_dtype(value.dtype)) for value in buffers
+                ]
+                found = exchange.send_gradients(values, ())
                 return {
                     name: found[name].astype(value.dtype) if name in found else value for name, value in before.items()
                 }
