@@ -182,6 +182,23 @@ def test_a_max_pooling_of_windows_that_do_not_overlap_finds_its_positions_in_the
     assert live == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_max_pooling_that_is_computed_again_finds_its_positions_there(size):
+    def function(remat, p, x):
+        @jax.checkpoint
+        def block(x, kernel):
+            image = jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+            window = (1, 1, size, size)
+            return jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, window, (1, 1, 2, 2), "SAME")
+
+        return jnp.sum(jnp.sin(block(x, p["kernel"])))
+
+    program = traced(function, shapes(kernel=(16, 1, 3, 3)), (1, 8, 8)).programs["none"]
+    live = program.peak(1000, weights=0, gradients=0)["activations"] / 1000
+    image, pooled = 4 * 16 * 8 * 8, 4 * 16 * 4 * 4
+    assert live == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
+
+
 @pytest.mark.parametrize(("width", "waits"), [(64, True), (2048, False)])
 def test_what_small_gradients_read_is_kept_until_their_collective(width, waits):
     def function(remat, p, x):

@@ -4,8 +4,9 @@
     backward    gradient of the maxima ── positions ──► scattered into zeros
 
 XLA rewrites `select_and_scatter` so, and finds the positions in the kernel of the forward pass; the operand is not read
-again. If windows do not overlap, the forward pass has no kernel of its own: they are found just before the scatter. If
-a relu makes the operand, the zeros that it compares with are written, and kept until the scatter.
+again. If windows do not overlap, the forward pass has no kernel of its own, and if the operand is computed again, its
+kernel read another array: they are found just before the scatter. If a relu makes the operand, the zeros that it
+compares with are written, and kept until the scatter.
 
 Source: openxla/xla, xla/service/select_and_scatter_expander.cc; the merged kernels as seen in programs of XLA 0.12.
 """
@@ -34,19 +35,19 @@ def _scatter(program: SizedProgram, op: TracedOp) -> None:
     """Replaces one gradient."""
     gradient, operand = op.inputs
     forward = [place for place, other in enumerate(program.ops) if (other.name, other.inputs) == (POOLING, (operand,))]
-    if not forward:  # a forward pass that is fused with the ops before it
-        return
-    pooling = program.ops[forward[-1]]
     maximum = POSITION / program.widths[gradient] * program.sizes[gradient]
     positions = _add_arrays(program, [maximum] * (1 + len(program.variables[gradient].aval.shape)))
     relu = any(other.name == "max" and other.inputs and operand in other.outputs for other in program.ops)
     zeros = _add_arrays(program, [program.sizes[operand]] * relu)
     place = program.ops.index(op)
-    if pooling.kind == "elementwise":
+    if not forward or program.ops[forward[-1]].kind == "elementwise":
         find = TracedOp("find_maxima", "reduce", (operand,), positions, backward=True)
         program.ops[place : place + 1] = [find, replace(op, inputs=(gradient, *positions, *zeros))]
-        program.ops[forward[-1] : forward[-1]] = [TracedOp("zeros", "heavy", (), zeros)] * relu
+        makers = [number for number, other in enumerate(program.ops) if operand in other.outputs]
+        first = (forward or makers or [place])[-1]
+        program.ops[first:first] = [TracedOp("zeros", "heavy", (), zeros)] * relu
         return
+    pooling = program.ops[forward[-1]]
     program.ops[forward[-1]] = replace(pooling, kind="heavy", outputs=(*pooling.outputs, *positions, *zeros))
     read = gradient, *positions
     program.ops[place] = (
