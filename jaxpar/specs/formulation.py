@@ -143,7 +143,7 @@ class Formulation(IntegerProgram):
                 whole = tuple(None if state == PARTIAL else state for state in partial)
                 times = result.times * max(summed[axis].get(state, 0) for axis, state in enumerate(joint))  # type: ignore[call-overload]
                 for move in self.links.moves(result.bytes, partial, whole, False):
-                    self._add_traffic(column, move, times, result, backward=result.backward, iterations=result.times)
+                    self._add_traffic(column, move, times, result, result)
 
     def _add_traffic(
         self,
@@ -151,17 +151,19 @@ class Formulation(IntegerProgram):
         move: Resharding,
         times: float,
         array: Array,
+        cause: Operation | Array,
         *,
-        backward: bool,
-        iterations: float = 1.0,
         is_recomputed: bool = False,
     ) -> None:
-        """Adds the seconds of a collective of an array, run `times` times in a step, to the cost of a column."""
+        """Adds the seconds of a collective of an array, run `times` times in a step, to the cost of a column.
+
+        `cause` is the operation, or the sum, that needs it.
+        """
         self._cost[column] += times * self.links.seconds(move.axis, move.bytes)
         sent = RepeatedCollective(
             axis=move.axis, kind=move.kind, bytes=move.bytes, times=times,
-            of_examples=_has_examples(self.program, array), is_recomputed=is_recomputed, backward=backward,
-            iterations=iterations,
+            of_examples=_has_examples(self.program, array), is_recomputed=is_recomputed, backward=cause.backward,
+            iterations=cause.times,
         )  # fmt: skip
         self._collectives.append((column, sent))
 
@@ -194,14 +196,7 @@ class Formulation(IntegerProgram):
             follow_operands(self, self.cut_columns, operation, axis, strategies, v)
             follow_parts(self, self.cut_columns, operation, axis, strategies, v)
             for column, move, array in part_exchanges(operation, axis, self.sizes[axis], strategies, v):
-                self._add_traffic(
-                    column,
-                    move,
-                    count * operation.times,
-                    array,
-                    backward=operation.backward,
-                    iterations=operation.times,
-                )
+                self._add_traffic(column, move, count * operation.times, array, operation)
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, operand, [strategy.operands[index] for strategy in strategies], v)
@@ -253,10 +248,7 @@ class Formulation(IntegerProgram):
                 self._w[key] = self.add_column()
                 count = self._view_counts[view] * times
                 is_recomputed = not (root.path or root.backward or is_apart)
-                self._add_traffic(
-                    self._w[key], move, count, root, backward=operation.backward, iterations=times,
-                    is_recomputed=is_recomputed,
-                )  # fmt: skip
+                self._add_traffic(self._w[key], move, count, root, operation, is_recomputed=is_recomputed)
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
                     self._gathers[self._w[key]] = ActivationGather(
@@ -292,25 +284,11 @@ class Formulation(IntegerProgram):
                 if key not in self._w:
                     self._w[key] = self.add_column()
                     times = self._group_counts[key[1], key[2]] * operation.times
-                    self._add_traffic(
-                        self._w[key],
-                        move,
-                        times,
-                        operation.result,
-                        backward=operation.backward,
-                        iterations=operation.times,
-                    )
+                    self._add_traffic(self._w[key], move, times, operation.result, operation)
                 self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
             else:
                 for column in users:
-                    self._add_traffic(
-                        column,
-                        move,
-                        count * operation.times,
-                        operation.result,
-                        backward=operation.backward,
-                        iterations=operation.times,
-                    )
+                    self._add_traffic(column, move, count * operation.times, operation.result, operation)
 
 
 def _touched_arrays(program: TracedProgram) -> dict[int, Array]:

@@ -73,10 +73,10 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
     """
     params, differing = [*params], {}
     for path in params:
-        own, found = _first_pattern(parallel.paths, path), _first_pattern(named.paths, path)
-        if own is not None and found is not None and tuple(parallel.paths[own]) != tuple(named.paths[found]):
-            differing[own] = (
-                f"paths {own!r}: {show_names(parallel.paths[own])} (found: {show_names(named.paths[found])})"
+        pattern, found = _first_pattern(parallel.paths, path), _first_pattern(named.paths, path)
+        if pattern is not None and found is not None and tuple(parallel.paths[pattern]) != tuple(named.paths[found]):
+            differing[pattern] = (
+                f"paths {pattern!r}: {show_names(parallel.paths[pattern])} (found: {show_names(named.paths[found])})"
             )
     activations = {}
     for key, names in named.activations.items():
@@ -113,13 +113,13 @@ def replaced_annotations(
         return ()
     devices = math.prod(parallel.sizes.values())
     try:
-        own = compose(blueprint, replace(parallel, specs=""), devices).placements
+        annotated = compose(blueprint, replace(parallel, specs=""), devices).placements
     except JaxparError:  # the model's own names are of another mesh
         return ()
     used = compose(blueprint, found, devices).placements
     texts: dict[str, str] = {}
     for path, leaf in blueprint.leaves.items():
-        if any(leaf.names or ()) and _cuts(own[path].used, axes) != _cuts(used[path].used, axes):
+        if any(leaf.names or ()) and _cuts(annotated[path].used, axes) != _cuts(used[path].used, axes):
             pattern = _first_pattern(found.paths, path) or path
             texts[pattern] = f"{pattern}: {show_names(leaf.names or ())} (found: {show_names(used[path].names)})"
     return tuple(texts.values())

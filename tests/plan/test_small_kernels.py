@@ -12,7 +12,8 @@ from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTI
 from jaxpar.plan.memory import memory
 from jaxpar.plan.model.fusion import fuse
 from jaxpar.plan.model.liveness import estimate
-from jaxpar.plan.model.program import read_program, value
+from jaxpar.plan.model.program import value
+from jaxpar.plan.model.program_reader import read_program
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
 

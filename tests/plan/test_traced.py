@@ -156,47 +156,33 @@ def test_a_scan_does_not_read_arrays_of_one_constant_value():
     assert traffic[1] == pytest.approx(traffic[0], rel=1e-3)
 
 
-def test_a_max_pooling_keeps_positions_for_its_gradient():
+def peak_of_poolings(blocks, size, *, again):
+    """Bytes per row at the fullest moment of convolutions with a relu and a max-pooling each."""
+
     def function(remat, p, x):
-        image = jax.nn.relu(jax.lax.conv(x, p["kernel"], (1, 1), "SAME"))
-        pooled = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "SAME")
-        return jnp.sum(jnp.sin(pooled))
-
-    program = traced(function, shapes(kernel=(16, 1, 3, 3)), (1, 8, 8)).programs["none"]
-    live = program.peak(1000, weights=0, gradients=0)["activations"] / 1000
-    image, pooled = 4 * 16 * 8 * 8, 4 * 16 * 4 * 4
-    # the batch; relu's operand, result and zeros; pooled values, a maximum and four numbers of its position
-    assert live == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
-
-
-def test_a_max_pooling_of_windows_that_do_not_overlap_finds_its_positions_in_the_backward_pass():
-    def function(remat, p, x):
-        image = jax.nn.relu(jax.lax.conv(x, p["kernel"], (1, 1), "SAME"))
-        pooled = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "SAME")
-        return jnp.sum(jnp.sin(pooled))
-
-    program = traced(function, shapes(kernel=(16, 1, 3, 3)), (1, 8, 8)).programs["none"]
-    live = program.peak(1000, weights=0, gradients=0)["activations"] / 1000
-    image, pooled = 4 * 16 * 8 * 8, 4 * 16 * 4 * 4
-    # the batch; relu's operand and zeros, and the gradient of its result; that of the pooled values, and positions
-    assert live == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_max_pooling_that_is_computed_again_finds_its_positions_there(size):
-    def function(remat, p, x):
-        @jax.checkpoint
         def block(x, kernel):
             image = jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME"))
-            window = (1, 1, size, size)
-            return jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, window, (1, 1, 2, 2), "SAME")
+            return jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 1, size, size), (1, 1, 2, 2), "SAME")
 
-        return jnp.sum(jnp.sin(block(x, p["kernel"])))
+        for kernel in p.values():
+            x = (jax.checkpoint(block) if again else block)(x, kernel)
+        return jnp.sum(jnp.sin(x))
 
-    program = traced(function, shapes(kernel=(16, 1, 3, 3)), (1, 8, 8)).programs["none"]
-    live = program.peak(1000, weights=0, gradients=0)["activations"] / 1000
+    kernels = {f"kernel {number}": (16, 16 if number else 1, 3, 3) for number in range(blocks)}
+    program = traced(function, shapes(**kernels), (1, 8, 8)).programs["none"]
+    return program.peak(1000, weights=0, gradients=0)["activations"] / 1000
+
+
+@pytest.mark.parametrize(
+    ("size", "again", "keeps"), [(3, False, True), (2, False, False), (3, True, False), (2, True, False)]
+)
+def test_a_max_pooling_has_positions_for_its_gradient(size, again, keeps):
+    """They are kept from the forward pass only if windows overlap, and if nothing is computed again."""
     image, pooled = 4 * 16 * 8 * 8, 4 * 16 * 4 * 4
-    assert live == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
+    one, two = (peak_of_poolings(blocks, size, again=again) for blocks in (1, 2))
+    # the batch; relu's operand, result and zeros; pooled values, a maximum and four numbers of its position
+    assert one == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
+    assert (two > one + 1) == keeps
 
 
 @pytest.mark.parametrize(("width", "waits"), [(64, True), (2048, False)])

@@ -20,7 +20,8 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.model.fusion import find_written
-from jaxpar.plan.model.program import read_program, value
+from jaxpar.plan.model.program import value
+from jaxpar.plan.model.program_reader import read_program
 from jaxpar.plan.techniques.tensor import TENSOR
 
 pytestmark = pytest.mark.xdist_group("traced layouts")  # one worker, which traces the decoder once

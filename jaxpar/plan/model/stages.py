@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jaxpar.plan.model.liveness import Estimate, estimate
-from jaxpar.plan.model.program import DEGREE, ROWS, read_program
+from jaxpar.plan.model.program import DEGREE
+from jaxpar.plan.model.program_reader import ROWS, read_program
 
 FEW, MANY = ROWS[0]  # rows of a microbatch at which parts are traced
 

@@ -13,7 +13,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
 from jaxpar.plan.model.liveness import Estimate, estimate
-from jaxpar.plan.model.program import MatmulKind, SizedProgram, TracedMatmul, read_program, value
+from jaxpar.plan.model.program import MatmulKind, SizedProgram, TracedMatmul, value
+from jaxpar.plan.model.program_reader import read_program
 from jaxpar.plan.model.splits import Sizes
 from jaxpar.sharding.names import DISPATCH, path_of
 
