@@ -234,9 +234,10 @@ def layer_kinds(settings: DecoderConfig) -> tuple[LayerKind, ...]:
     """Returns the kinds of a decoder's layers, which repeat over its layers."""
     s = settings
     kinds = []
+    yarn, long = s.rope_yarn if s.rope_yarn.factor else None, s.rope_long if s.rope_long.seq else None
     for window, base, factor in s.layer_attention:
         rotates = s.position == "rotary" and base > 0
-        rope = Rope(base, tuple(s.rope_stretch), factor, s.rope_share) if rotates else None
+        rope = Rope(base, tuple(s.rope_stretch), factor, s.rope_share, yarn, long) if rotates else None
         kinds.append(LayerKind(rope, window or None))
     return tuple(kinds)
 

@@ -171,12 +171,12 @@ class Attention(nnx.Module):
 
     def run_cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
         """Attention with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
-        projected = self._project(x_bsd, kind, layer.positions)
+        projected = self._project(x_bsd, kind, layer.positions, seq=layer.keys.shape[1])
         y, layer = layer.attend(*projected, window=kind.window, softcap=self.settings.attention_softcap or None)
         return self._project_out(y), layer
 
     def _project(
-        self, x_bsd: jax.Array, kind: LayerKind, positions: jax.Array | None = None
+        self, x_bsd: jax.Array, kind: LayerKind, positions: jax.Array | None = None, *, seq: int = 0
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         s = self.settings
         # constrained as soon as they exist, so that sequence parallelism gathers the stream and not the weights
@@ -186,7 +186,7 @@ class Attention(nnx.Module):
         q, k, v = _add_bias(q, self.query_bias), _add_bias(k, self.key_bias), _add_bias(v, self.value_bias)
         q, k = _normalize(self.norm_query, q), _normalize(self.norm_key, k)
         if kind.rope is not None:
-            q, k = rotate(q, kind.rope, positions), rotate(k, kind.rope, positions)
+            q, k = rotate(q, kind.rope, positions, seq=seq), rotate(k, kind.rope, positions, seq=seq)
         if s.attention_scale:  # attention itself divides by sqrt(head_dim)
             q = q * jnp.asarray(s.attention_scale * math.sqrt(q.shape[-1]), q.dtype)
         return q, k, v

@@ -198,6 +198,19 @@ def test_rotary_frequencies_have_two_names_of_their_kind():
         assert read_settings(config | {"rope_scaling": stretch | kind})[1].rope_stretch == (8.0, 1.0, 4.0, 8192.0)
 
 
+def test_long_factors_are_those_of_sequences_or_caches_beyond_the_original_length():
+    saved = load(SAVED / "phi3_longrope")
+    model = built(saved.settings, saved.params)
+    tokens = (np.arange(40).reshape(2, 20) * 7 % 40).astype(np.int32)
+    short, long = np.asarray(model(tokens[:, :12])), np.asarray(model(tokens))[:, :12]
+    assert np.abs(short - long).max() > 0.01
+    for positions, expected in ((16, short), (17, long)):
+        logits, cache = model.decode(tokens[:, :11], model.cache(2, positions), jnp.full((2,), 11))
+        np.testing.assert_allclose(logits, expected[:, 10], rtol=1e-5, atol=1e-5)
+        logits, _ = model.decode(tokens[:, 11:12], cache)
+        np.testing.assert_allclose(logits, expected[:, 11], rtol=1e-5, atol=1e-5)
+
+
 LAYOUTS = {
     "gemma2": {"pipe": 2, "tensor": 2, "fsdp": 2},  # windows, softcaps, tied
     "smollm3": {"pipe": 2, "data": 2, "fsdp": 2},  # layers without positions
@@ -211,6 +224,9 @@ LAYOUTS = {
     "granite": {"fsdp": 2, "context": 2, "tensor": 2},
     "phi3": {"data": 2, "fsdp": 2, "tensor": 2},
     "olmoe": {"expert": 4, "data": 2},
+    "qwen3_yarn": {"fsdp": 4, "tensor": 2},
+    "phi3_longrope": {"context": 2, "fsdp": 2, "tensor": 2},
+    "phi3_longer": {"pipe": 2, "fsdp": 2, "tensor": 2},
     "qwen3_moe": {"expert": 2, "pipe": 2, "fsdp": 2},
 }
 

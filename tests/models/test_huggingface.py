@@ -28,6 +28,7 @@ from jaxpar.models.huggingface.safetensors import DTYPES, TensorSource, entries,
 from jaxpar.models.huggingface.weights import export, load
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
+from jaxpar.models.settings.rope import YarnConfig
 
 SAVED = Path(__file__).parents[1] / "models" / "huggingface"
 MODELS = sorted(path.name for path in SAVED.iterdir() if path.is_dir())
@@ -40,6 +41,7 @@ SETTINGS = {
     "llama": LLAMA, "tied llama": replace(LLAMA, tied=True, kv_heads=0), "biased llama": replace(LLAMA, use_bias=True),
     "one head of keys": replace(LLAMA, kv_heads=1, rope_base=500_000.0), "gpt2": GPT2,
     "stretched": replace(LLAMA, heads=1, kv_heads=1, rope_base=50.0, rope_stretch=(8.0, 0.5, 2.0, 32.0)),
+    "yarn": replace(LLAMA, heads=1, kv_heads=1, rope_base=50.0, rope_yarn=YarnConfig(factor=4.0, seq=32)),
     "untied gpt2": replace(GPT2, tied=False, hidden=0),
 }  # fmt: skip
 
@@ -197,11 +199,27 @@ STRETCHED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 # key, value, what is said
 CONFIGS = [
     ("gemma3", "attn_logit_softcapping", 50.0, "attn_logit_softcapping = None"),
     ("gemma3", "layer_types", ["full_attention"], "names the attention of each layer"),
-    ("phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0]}, "rope_scaling = None"),
+    ("phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0]}, "lists short_factor and long_factor"),
+    ("phi3", "rope_scaling", LONGROPE | {"type": "dynamic"}, "rope_scaling", "dynamic"),
+    ("phi3", "rope_scaling", LONGROPE | {"factor": 2.0}, "rope_scaling", "longrope"),
+    ("phi3", "rope_scaling", LONGROPE | {"long_factor": [1.0, -2.0]}, "rope_long.long", "a factor above 0"),
+    ("phi3", "rope_scaling", LONGROPE | {"long_factor": [1.0]}, "2 short and 1 long factors for 2 pairs"),
+    ("phi3", "rope_parameters", LONGROPE | {"original_max_position_embeddings": 8},
+     "original_max_position_embeddings = 4096, and 8"),
+    ("llama", "rope_scaling", LONGROPE, "rope_scaling", "longrope"),
+    ("llama", "rope_scaling", {"rope_type": "yarn"}, "rope_scaling", "yarn with factor"),
+    ("llama", "rope_scaling", YARN | {"finetuned": True}, "rope_scaling", "finetuned"),
+    ("llama", "rope_scaling", YARN | {"factor": 0.5}, "model.rope_yarn.factor = 0.5"),
+    ("llama", "rope_scaling", YARN | {"truncate": 1}, "truncate is true or false"),
+    ("llama", "rope_scaling", YARN | {"beta_slow": 64.0}, "fast pairs turn more often"),
+    ("llama", "rope_scaling", YARN | {"attention_factor": 0}, "attention_factor is a number above 0"),
+    ("llama_yarn", "original_max_position_embeddings", 8, "original_max_position_embeddings = 8, and 32"),
     ("qwen2", "sliding_window", "4", "sliding_window is a whole number"),
     ("smollm3", "no_rope_layers", [1, 0], "a list of 0 and 1, one for each layer"),
     ("granite", "logits_scaling", 0, "logits_scaling is a number above 0"),
@@ -212,7 +230,7 @@ CONFIGS = [
     ("llama", "model_type", "bert", "'bert'", "llama, gpt2"),
     ("llama", "architectures", ["LlamaForSequenceClassification"], "LlamaForCausalLM"),
     ("llama", "hidden_act", "relu", "hidden_act", "silu"),
-    ("llama", "rope_parameters", {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4}, "rope_scaling", "yarn"),
+    ("llama", "rope_parameters", {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}, "rope_scaling", "dynamic"),
     ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling", "linear"),
     ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling", "low_freq_factor"),
     ("llama", "rope_scaling", STRETCHED | {"factor": "8"}, "rope_scaling", "are positive"),
@@ -250,6 +268,33 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(name, key, value, words, 
 def test_frequencies_are_stretched_as_versions_4_and_5_write_it(key, tmp_path):
     folder = changed("llama", tmp_path / "model", **{key: STRETCHED})
     assert load(folder).settings == replace(load(SAVED / "llama").settings, rope_stretch=(8.0, 1.0, 4.0, 8192.0))
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_yarn_is_read_as_versions_4_and_5_write_it(key, tmp_path):
+    folder = changed("llama", tmp_path / "model", **{key: YARN | {"beta_fast": None, "attention_factor": 1.5}})
+    yarn = YarnConfig(factor=4.0, seq=8, attention_factor=1.5)
+    assert load(folder).settings == replace(load(SAVED / "llama").settings, rope_yarn=yarn)
+
+
+def test_yarn_without_a_length_scales_the_model_s_own(tmp_path):
+    folder = changed("llama", tmp_path / "model", rope_scaling={"type": "yarn", "factor": 4})
+    assert load(folder).settings.rope_yarn == YarnConfig(factor=4.0, seq=16)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_longrope_has_the_names_of_phi_3_s_folders(kind, tmp_path):
+    rope = {"rope_scaling": LONGROPE | {"type": kind}, "original_max_position_embeddings": 16}
+    settings = load(changed("phi3", tmp_path / "model", **rope)).settings
+    long = settings.rope_long
+    assert (long.seq, long.short, long.long) == (16, (1.0, 1.5), (2.0, 4.0))
+    assert long.attention_factor == pytest.approx((1 + np.log(64 / 16) / np.log(16)) ** 0.5)
+
+
+def test_rotary_frequencies_are_scaled_in_one_way():
+    refused(lambda: replace(LLAMA, rope_stretch=(8.0, 1.0, 4.0, 16.0), rope_yarn=YarnConfig(factor=2.0, seq=8)),
+            "rope_stretch and rope_yarn", "scaled in one way")  # fmt: skip
+    refused(lambda: replace(LLAMA, rope_base=1.0, rope_yarn=YarnConfig(factor=2.0, seq=8)), "rope_base of 1")
 
 
 def test_slow_pairs_are_stretched_fast_ones_are_not():

@@ -11,6 +11,7 @@ from typing import Any
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.models.huggingface.conversions import FULL, RULE, SLIDING
 from jaxpar.models.huggingface.families import FAMILIES, Family
+from jaxpar.models.huggingface.rope_conversions import LONGROPE_NAMES, ORIGINAL
 from jaxpar.models.settings.decoder import DecoderConfig
 
 # keys that change no logit: bookkeeping, special tokens, initialization, how text is generated or a model is trained
@@ -119,6 +120,9 @@ def _resolve(settings: DecoderConfig) -> dict[str, Any]:
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     kinds = settings.layer_attention
     rotary = settings.position == "rotary"
+    yarn = settings.rope_yarn
+    if yarn.factor:
+        values["rope_yarn"] = dataclasses.replace(yarn, attention_factor=yarn.magnitude)
     values |= {"kv_heads": settings.kv_heads or settings.heads, "head_dim": settings.head_width}
     values |= {
         "hidden": settings.width,
@@ -130,7 +134,7 @@ def _resolve(settings: DecoderConfig) -> dict[str, Any]:
     for place, key in enumerate(("windows", "rope_bases", "rope_factors")):
         values[key] = [kinds[i % len(kinds)][place] for i in range(min(settings.layers, MOST_LAYERS))]
     if not rotary:
-        values |= dict.fromkeys(("rope_bases", "rope_factors", "rope_share"))
+        values |= dict.fromkeys(("rope_bases", "rope_factors", "rope_share", "rope_yarn", "rope_long"))
     else:
         values["rope_factors"] = [
             factor if base else 1.0 for base, factor in zip(values["rope_bases"], values["rope_factors"], strict=True)
@@ -231,7 +235,7 @@ def _rename_kind(scaling: Any) -> Any:
         return scaling
     rope = dict(scaling)
     kind = rope.setdefault("rope_type", rope.get("type"))
-    if kind not in ("default", "llama3") or rope.pop("type", kind) != kind:
+    if kind not in ("default", "llama3", *LONGROPE_NAMES) or rope.pop("type", kind) != kind:
         return scaling
     return None if rope == {"rope_type": "default"} else rope
 
@@ -247,6 +251,11 @@ def _merge_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in rope:
         flat.setdefault("partial_rotary_factor", rope.pop("partial_rotary_factor"))
     rope = _rename_kind(rope) or {}
+    if rope.get("rope_type") == "longrope" and ORIGINAL in rope:
+        seq = rope.pop(ORIGINAL)
+        if flat.setdefault(ORIGINAL, seq) != seq:
+            got = f"{ORIGINAL} = {flat[ORIGINAL]!r:.40}, and {seq!r:.40} in rope_parameters"
+            raise refuse(got, rule=RULE, fix="one of them")
     if rope and (flat.get("rope_scaling") or rope) != rope:
         got = f"rope_scaling = {flat['rope_scaling']!r:.80}, and {rope!r:.80} in rope_parameters"
         raise refuse(got, rule=RULE, fix="one of them")

@@ -9,7 +9,6 @@ from jaxpar.errors import refuse
 from jaxpar.models.settings.decoder import DecoderConfig
 
 RULE = "a config.json describes a model that jaxpar's decoder supports"
-STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -140,58 +139,6 @@ def head_dim(default: int | None = None) -> Conversion:
         return {"head_dim": (integer(config, "head_dim") if "head_dim" in config else default) or 0}
 
     return Conversion(("head_dim",), read, lambda settings: {"head_dim": settings.head_width})
-
-
-def _read_rope(config: Config) -> dict[str, Any]:
-    scaling = config.get("rope_scaling")
-    return {"rope_stretch": read_stretch(scaling)} if scaling else {}
-
-
-def read_stretch(scaling: object) -> tuple[float, ...]:
-    """Returns the settings of Llama 3.1's rotary frequencies.
-
-    Raises:
-      JaxparError: If a `rope_scaling` describes any other.
-    """
-    rope = dict(scaling) if isinstance(scaling, Mapping) else {}
-    if rope.pop("rope_type", None) != "llama3" or rope.keys() != set(STRETCH):
-        raise refuse(
-            f"rope_scaling = {scaling!r:.100}",
-            rule=f"rotary frequencies are plain, or stretched as in Llama 3.1: llama3 with {', '.join(STRETCH)}",
-            fix="another model",
-        )
-    if not all(type(value) in (int, float) and 0 < value < 1e9 for value in rope.values()):
-        raise refuse(
-            f"rope_scaling = {scaling!r:.100}", rule="the numbers of rope_scaling are positive", fix="fetch it again"
-        )
-    return tuple(float(rope[key]) for key in STRETCH)
-
-
-def _write_rope(settings: DecoderConfig) -> dict[str, Any]:
-    scaling = None
-    if settings.rope_stretch:
-        stretch = [*settings.rope_stretch[:3], int(settings.rope_stretch[3])]
-        scaling = {"rope_type": "llama3", **dict(zip(STRETCH, stretch, strict=True))}
-    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": settings.rope_base}
-    return {"rope_scaling": scaling, "rope_parameters": parameters}
-
-
-ROPE = Conversion(("rope_scaling",), _read_rope, _write_rope)
-
-
-def rotary_share(key: str, default: float) -> Conversion:
-    """The conversion of the share of a head's dims that rotate."""
-
-    def write(settings: DecoderConfig) -> dict[str, Any]:
-        parameters = _write_rope(settings)["rope_parameters"]
-        return {
-            key: settings.rope_share,
-            "rope_parameters": {**parameters, "partial_rotary_factor": settings.rope_share},
-        }
-
-    names = tuple({key, "partial_rotary_factor"})
-    read = lambda config: {"rope_share": number(config, key, number(config, "partial_rotary_factor", default))}  # noqa: E731
-    return Conversion(names, read, write)
 
 
 def _one_window(settings: DecoderConfig) -> int | None:

@@ -15,7 +15,6 @@ from jaxpar.models.huggingface.conversions import (
     BIASES,
     FULL,
     QUERY_SCALE,
-    ROPE,
     RULE,
     SLIDING,
     WIDTH_SCALE,
@@ -28,7 +27,6 @@ from jaxpar.models.huggingface.conversions import (
     layer_types,
     number,
     read_biases,
-    rotary_share,
     scale,
     shortest_period,
     softcap,
@@ -37,6 +35,7 @@ from jaxpar.models.huggingface.conversions import (
     windows,
     write_layer_types,
 )
+from jaxpar.models.huggingface.rope_conversions import LONGROPE, ROPE, rotary_share
 from jaxpar.models.settings.decoder import DecoderConfig
 
 
@@ -250,8 +249,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         architecture="Phi3ForCausalLM", fixed=LLAMA, keys=KEYS,
         defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        conversions=(ACT, uniform_window(None), rotary_share("partial_rotary_factor", 1.0)),
-        only={"rope_scaling": (None,), "attention_bias": (False,)},
+        conversions=(ACT, uniform_window(None), LONGROPE, rotary_share("partial_rotary_factor", 1.0)),
+        only={"attention_bias": (False,)},
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", fixed=LLAMA | {"norm_position": "post", "qk_norm": "all_heads"}, keys=KEYS,

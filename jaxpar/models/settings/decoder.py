@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
 from jaxpar.models.settings.experts import ExpertsConfig
+from jaxpar.models.settings.rope import LongRopeConfig, YarnConfig
 
 NormKind = Literal["rms", "zero_centered_rms", "layer"]
 NormPosition = Literal["pre", "post", "both"]
@@ -85,6 +86,8 @@ class DecoderConfig(Keywords):
       rope_factors: Numbers that positions of layers are divided by, repeated; [] for none.
       rope_share: Share of a head's dims that rotate; 0.25 in GPT-NeoX.
       rope_stretch: [factor, low, high, seq] of Llama 3.1's frequency scaling, [8.0, 1.0, 4.0, 8192.0]; [] for none.
+      rope_yarn: YaRN's frequency scaling: settings of `YarnConfig`, or a dict of them.
+      rope_long: LongRoPE's frequency scaling (Phi-3): settings of `LongRopeConfig`, or a dict of them.
       windows: Attention windows of layers in tokens, repeated: [4096, 0] in Gemma 2; 0 is no window; [] for none.
       attention_scale: Factor of attention's scores; 0 means 1 / sqrt(head_dim).
       attention_softcap: Scores x become softcap * tanh(x / softcap); 0 for none. 50 in Gemma 2.
@@ -122,6 +125,8 @@ class DecoderConfig(Keywords):
     rope_factors: tuple[float, ...] = ()
     rope_share: float = 1.0
     rope_stretch: tuple[float, ...] = ()
+    rope_yarn: YarnConfig = field(default_factory=YarnConfig)
+    rope_long: LongRopeConfig = field(default_factory=LongRopeConfig)
     windows: tuple[int, ...] = ()
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
@@ -134,8 +139,9 @@ class DecoderConfig(Keywords):
     scan: bool = True
 
     def __post_init__(self):
-        if isinstance(self.experts, Mapping):
-            object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
+        for name, config in (("experts", ExpertsConfig), ("rope_yarn", YarnConfig), ("rope_long", LongRopeConfig)):
+            if isinstance(values := getattr(self, name), Mapping):
+                object.__setattr__(self, name, config(**values))
         high = 2**31 - 1
         check_ranges(
             self,
@@ -154,6 +160,7 @@ class DecoderConfig(Keywords):
                 fix=f"padded_vocab = {-(-self.vocab // 128) * 128}, or 0",
             )
         _check_attention(self)
+        _check_frequencies(self)
         _check_biases(self)
         _check_layer_lists(self)
         _check_layers_with_experts(self)
@@ -218,12 +225,32 @@ def _check_attention(config: DecoderConfig) -> None:
             rule="rotary positions turn pairs of a head's dims",
             fix="head_dim = 64, rope_share = 1.0, or position = 'learned'",
         )
+
+
+def _check_frequencies(config: DecoderConfig) -> None:
     stretch = tuple(config.rope_stretch)
     if stretch and not (len(stretch) == 4 and stretch[0] >= 1 and 0 < stretch[1] < stretch[2] < 1e9 > stretch[3] > 0):
         raise refuse(
             f"rope_stretch = {list(stretch)!r:.80}",
             rule="rope_stretch is [factor >= 1, low, high, seq] with 0 < low < high < 1e9 and 0 < seq < 1e9, or []",
             fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
+        )
+    scalings = {"rope_stretch": stretch, "rope_yarn": config.rope_yarn.factor, "rope_long": config.rope_long.seq}
+    if len(names := [name for name, value in scalings.items() if value]) > 1:
+        raise refuse(" and ".join(names), rule="rotary frequencies are scaled in one way", fix=f"{names[0]} alone")
+    if config.rope_yarn.factor and min(base for base in (config.rope_base, *config.rope_bases) if base) <= 1:
+        raise refuse(
+            "rope_yarn with a rope_base of 1",
+            rule="YaRN divides by the logarithm of the base",
+            fix="rope_base = 10000.0",
+        )
+    pairs = int(config.head_width * config.rope_share) // 2
+    counts = len(config.rope_long.short), len(config.rope_long.long)
+    if config.rope_long.seq and counts != (pairs, pairs):
+        raise refuse(
+            f"rope_long with {counts[0]} short and {counts[1]} long factors for {pairs} pairs of rotary dims",
+            rule="LongRoPE has a factor for each pair of rotary dims",
+            fix=f"{pairs} numbers each in rope_long.short and rope_long.long",
         )
 
 

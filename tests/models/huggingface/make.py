@@ -17,6 +17,8 @@ LLAMA = SHAPE | {"intermediate_size": 24, "num_key_value_heads": 2, "max_positio
 LONG = LLAMA | {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 GEMMA = LONG | {"num_hidden_layers": 4, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 0.5}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.3], "long_factor": [1.5, 3.0]}
 MODELS = {
     "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**LLAMA)),
     "llama_tied": lambda: t.LlamaForCausalLM(
@@ -33,6 +35,18 @@ MODELS = {
     "phi3": lambda: t.Phi3ForCausalLM(
         t.Phi3Config(**LONG | {"hidden_size": 32}, sliding_window=7, partial_rotary_factor=0.5)
     ),
+    "phi3_longrope": lambda: t.Phi3ForCausalLM(  # the short factors, as 12 tokens are less than 16
+        t.Phi3Config(**LONG | {"hidden_size": 32, "max_position_embeddings": 60}, partial_rotary_factor=0.5,
+                     original_max_position_embeddings=16, rope_scaling=LONGROPE)
+    ),
+    "phi3_longer": lambda: t.Phi3ForCausalLM(  # the long factors
+        t.Phi3Config(**LONG, original_max_position_embeddings=5, rope_scaling=LONGROPE)
+    ),
+    "llama_yarn": lambda: t.LlamaForCausalLM(
+        t.LlamaConfig(**LONG, head_dim=8, rope_theta=50.0,
+                      rope_scaling=YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.3})
+    ),
+    "qwen3_yarn": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**LONG, head_dim=8, rope_theta=50.0, rope_scaling=YARN)),
     "olmo2": lambda: t.Olmo2ForCausalLM(t.Olmo2Config(**LONG)),
     "smollm3": lambda: t.SmolLM3ForCausalLM(t.SmolLM3Config(**LONG | {"num_hidden_layers": 4})),
     "granite": lambda: t.GraniteForCausalLM(

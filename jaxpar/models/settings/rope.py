@@ -1,0 +1,94 @@
+"""The settings of rotary positions whose frequencies are scaled for a longer context: YaRN and LongRoPE."""
+
+import math
+from dataclasses import dataclass
+
+from jaxpar.errors import Keywords, check_ranges, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnConfig(Keywords):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): slow pairs rotate `factor` times slower, fast ones are unchanged.
+
+    Attributes:
+      factor: The context length over the original one; 0 for no YaRN.
+      seq: The original context length (original_max_position_embeddings).
+      beta_fast: Pairs that turn more often within `seq` positions are unchanged.
+      beta_slow: Pairs that turn less often within `seq` positions rotate `factor` times slower; those between the two
+        are interpolated.
+      truncate: Whether the interpolation begins and ends at whole pairs.
+      attention_factor: Factor of the rotated queries and keys; 0 means 0.1 ln(factor) + 1.
+    """
+
+    factor: float = 0.0
+    seq: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 0.0
+
+    def __post_init__(self):
+        if not self.factor:
+            return
+        check_ranges(
+            self,
+            "model.rope_yarn",
+            {"factor": (1, 1e9), "seq": (1, 1e9), "beta_fast": (1e-6, 1e9), "beta_slow": (1e-6, 1e9)}
+            | {"attention_factor": (0, 1e6)},
+        )
+        if self.beta_fast < self.beta_slow:
+            raise refuse(
+                f"rope_yarn.beta_fast = {self.beta_fast}, beta_slow = {self.beta_slow}",
+                rule="fast pairs turn more often than slow ones",
+                fix="beta_fast = 32.0, beta_slow = 1.0",
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated queries and keys."""
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+    def ramp(self, dims: int, base: float) -> tuple[float, float]:
+        """Returns the pairs of `dims` rotary dims where the interpolation begins and ends."""
+        slowness = [
+            dims * math.log(self.seq / (2 * math.pi * turns)) / (2 * math.log(base))
+            for turns in (self.beta_fast, self.beta_slow)
+        ]
+        first, last = (math.floor(slowness[0]), math.ceil(slowness[1])) if self.truncate else slowness
+        first, last = max(first, 0), min(last, dims - 1)
+        return first, last + 0.001 * (first == last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeConfig(Keywords):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each pair has its own factor, another one in long sequences.
+
+    A forward pass takes the long factors if its sequences are longer than `seq`; decoding takes them if its KV cache
+    has more than `seq` positions, for all of its tokens.
+
+    Attributes:
+      seq: The original context length (original_max_position_embeddings); 0 for no LongRoPE.
+      short: Factor of each pair in sequences of at most `seq` tokens, by which its frequency is divided.
+      long: The same in longer sequences.
+      attention_factor: Factor of the rotated queries and keys, of any length.
+    """
+
+    seq: int = 0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "short", tuple(self.short))
+        object.__setattr__(self, "long", tuple(self.long))
+        if not self.seq:
+            return
+        check_ranges(self, "model.rope_long", {"seq": (1, 1e9), "attention_factor": (1e-6, 1e6)})
+        for name in ("short", "long"):
+            values = getattr(self, name)
+            if not values or not all(type(value) in (int, float) and 0 < value < 1e9 for value in values):
+                raise refuse(
+                    f"rope_long.{name} = {list(values)!r:.80}",
+                    rule="LongRoPE has a factor above 0 for each pair of rotary dims",
+                    fix=f"{name} = [1.0, ...], or seq = 0",
+                )
