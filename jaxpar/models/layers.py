@@ -53,22 +53,24 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, in float32.
 
-    A zero-centered RMSNorm multiplies by 1 + its scale, which is 0 at first.
+    A zero-centered RMSNorm multiplies by 1 + its scale, which is 0 at first. A non-parametric LayerNorm has no scale
+    and no bias (OLMo, arXiv:2402.00838).
     """
 
     def __init__(self, shape: int | tuple[int, ...], *, kind: NormKind, eps: float = 1e-5, names=("embed",)):
         shape = (shape,) if isinstance(shape, int) else shape
         self.kind, self.eps = kind, eps
         first = jnp.zeros if kind == "zero_centered_rms" else jnp.ones
-        self.scale = nnx.Param(first(shape), out_sharding=names)
+        self.shape = shape
+        self.scale = nnx.Param(first(shape), out_sharding=names) if kind != "nonparametric_layer" else None
         self.bias = bias(kind == "layer", shape, names)
 
     def __call__(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
         """Normalizes x over the dims of the scale, its last ones; `looped`: whether `x` is computed in a loop."""
-        scale = self.scale[...]
+        scale = jnp.ones(self.shape, x.dtype) if self.scale is None else self.scale[...]
         scale = scale + 1 if self.kind == "zero_centered_rms" else scale
         flat = x.reshape(*x.shape[: x.ndim - scale.ndim], scale.size)
-        y: Any = normalize(flat, scale.reshape(-1), self.eps, self.kind == "layer", looped)
+        y: Any = normalize(flat, scale.reshape(-1), self.eps, self.kind in ("layer", "nonparametric_layer"), looped)
         y = y.reshape(x.shape)
         return y if self.bias is None else y + self.bias[...]
 
@@ -96,7 +98,7 @@ class BlockConfig:
       kv_heads: Heads of keys and values.
       head_dim: Width of a head; 0 means dim / heads.
       hidden: Width of the feed-forward.
-      norm: rms, zero_centered_rms or layer.
+      norm: rms, zero_centered_rms, layer or nonparametric_layer.
       gated: Whether the feed-forward has a gate.
       biases: Matrices with biases.
       causal: Whether a token attends only to itself and earlier tokens.

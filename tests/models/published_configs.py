@@ -67,6 +67,11 @@ PUBLISHED = {
                **UNTIED),
         3_821_079_552,
     ),
+    "OLMo-1B": (
+        config("olmo", "OlmoForCausalLM", 16, 2048, 16, 8192, 50304, 2048, clip_qkv=None, num_key_value_heads=16,
+               rope_scaling=None, rope_theta=10000.0, tie_word_embeddings=True, **SILU, **NO_BIAS),
+        1_176_764_416,
+    ),
     "OLMo-2-1124-7B": (
         config("olmo2", "Olmo2ForCausalLM", 32, 4096, 32, 11008, 100352, 4096, num_key_value_heads=32,
                rms_norm_eps=1e-6, rope_scaling=None, rope_theta=500000, **SILU, **NO_BIAS, **UNTIED),
@@ -85,6 +90,12 @@ PUBLISHED = {
                residual_multiplier=0.22, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000000.0,
                tie_word_embeddings=True, **SILU, **NO_BIAS),
         8_170_848_256,
+    ),
+    "gemma-2b": (
+        config("gemma", "GemmaForCausalLM", 18, 2048, 8, 16384, 256000, 8192, head_dim=256, hidden_act="gelu",
+               hidden_activation=None, num_key_value_heads=1, pad_token_id=0, rms_norm_eps=1e-6, rope_scaling=None,
+               rope_theta=10000.0, **NO_BIAS),
+        2_506_172_416,
     ),
     "gemma-2-2b": (GEMMA2, 2_614_341_888),
     "gemma-3-1b": (GEMMA3, 999_885_952),

@@ -116,6 +116,9 @@ def test_published_configs_are_read_and_have_their_numbers_of_parameters(name):
 UNSAID = [
     ("gemma2", ["hidden_activation"], {}, "activation_name", "gelu_tanh"),
     ("gemma3", ["hidden_activation"], {"hidden_act": "gelu"}, "activation_name", "gelu_tanh"),
+    ("gemma", [], {"hidden_act": "gelu"}, "activation_name", "gelu_tanh"),
+    ("gemma", [], {"hidden_act": "gelu", "hidden_activation": "gelu"}, "activation_name", "gelu"),
+    ("gemma", ["hidden_activation", "hidden_act"], {}, "activation_name", "gelu_tanh"),
     ("gpt_neox", ["hidden_act"], {}, "activation_name", "gelu"),
     ("gpt2", ["activation_function"], {}, "activation_name", "gelu_tanh"),
     ("llama", ["hidden_act"], {}, "activation_name", "silu"),
@@ -224,6 +227,8 @@ LAYOUTS = {
     "granite": {"fsdp": 2, "context": 2, "tensor": 2},
     "phi3": {"data": 2, "fsdp": 2, "tensor": 2},
     "olmoe": {"expert": 4, "data": 2},
+    "gemma": {"data": 2, "fsdp": 2, "tensor": 2},
+    "olmo": {"pipe": 2, "fsdp": 2, "tensor": 2},  # norms without parameters
     "qwen3_yarn": {"fsdp": 4, "tensor": 2},
     "phi3_longrope": {"context": 2, "fsdp": 2, "tensor": 2},
     "phi3_longer": {"pipe": 2, "fsdp": 2, "tensor": 2},
@@ -284,7 +289,7 @@ def settings_with(draw):
     return DecoderConfig(
         vocab=40, seq=16, layers=layers, dim=16, heads=4, kv_heads=draw(st.sampled_from([0, 1, 2, 4])),
         head_dim=draw(st.sampled_from([0, 4, 8])), hidden=24, gated=gated, tied=draw(st.booleans()),
-        norm=draw(st.sampled_from(["rms", "zero_centered_rms", "layer"])),
+        norm=draw(st.sampled_from(["rms", "zero_centered_rms", "layer", "nonparametric_layer"])),
         norm_position=draw(st.sampled_from(["pre", "post", "both"])),
         qk_norm=draw(st.sampled_from(["none", "head", "all_heads"])),
         activation=draw(st.sampled_from(["", "silu", "gelu", "gelu_tanh"])),

@@ -211,6 +211,23 @@ UNUSED_WINDOWS = Conversion(
 ACT = activation("hidden_act", default="silu")
 GEMMA_ACT = activation("hidden_activation", "hidden_act", "sliding_window_size", default="gelu_pytorch_tanh")
 
+
+# Gemma was trained with gelu by tanh, whatever the `hidden_act` of its first folders says: most versions of
+# transformers read `hidden_activation` alone, and null as tanh, but 4.57 reads `hidden_act`. Both are written.
+
+
+def _read_gemma1_activation(config: Config) -> dict[str, Any]:
+    new, old = GEMMA_ACT.read(config), ACT.read({"hidden_act": "gelu_pytorch_tanh", **config})
+    if config.get("hidden_activation") is not None and "hidden_act" in config and new != old:
+        got = f"hidden_activation = {config['hidden_activation']!r:.40}, hidden_act = {config['hidden_act']!r:.40}"
+        raise refuse(got, rule=RULE, fix="one activation in both")
+    return new
+
+
+GEMMA1_ACT = Conversion(
+    GEMMA_ACT.keys, _read_gemma1_activation, lambda settings: GEMMA_ACT.write(settings) | ACT.write(settings)
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM", fixed=LLAMA, keys=KEYS, defaults=DEFAULTS,
@@ -252,6 +269,11 @@ FAMILIES: dict[str, Family] = {
         conversions=(ACT, uniform_window(None), LONGROPE, rotary_share("partial_rotary_factor", 1.0)),
         only={"attention_bias": (False,)},
     ),
+    "olmo": Family(
+        architecture="OlmoForCausalLM", fixed=LLAMA | {"norm": "nonparametric_layer", "norm_eps": 1e-5},
+        keys={key: value for key, value in KEYS.items() if key != "norm_eps"}, defaults=DEFAULTS,
+        conversions=(ACT, ATTENTION_BIAS), only={"clip_qkv": (None,), "rope_scaling": (None,)},
+    ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", fixed=LLAMA | {"norm_position": "post", "qk_norm": "all_heads"}, keys=KEYS,
         defaults=DEFAULTS | {"rms_norm_eps": 1e-5}, conversions=(ACT, ATTENTION_BIAS, ROPE),
@@ -270,6 +292,14 @@ FAMILIES: dict[str, Family] = {
             scale("residual_scale", "residual_multiplier"),
             scale("logits_scale", "logits_scaling", inverse=True),
         ),
+    ),
+    "gemma": Family(
+        architecture="GemmaForCausalLM", fixed=GEMMA | {"norm_position": "pre"}, keys=KEYS,
+        defaults=DEFAULTS | {
+            "num_key_value_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+        },
+        conversions=(GEMMA1_ACT, ATTENTION_BIAS, head_dim(256), WIDTH_SCALE, ROPE),
+        only={"use_bidirectional_attention": (None, False)},
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM", fixed=GEMMA, keys=KEYS,

@@ -19,11 +19,19 @@ import numpy as np
 
 from jaxpar.models.settings.decoder import DecoderConfig
 
-ENDS = """
+EMBEDDING = """
 embed                          v d     model.embed_tokens.weight                           v d
-norm/scale                     d       model.norm.weight                                   d
+"""
+HEAD = """
 head                           d v     lm_head.weight                                      v d
 """
+ENDS = (
+    EMBEDDING
+    + """
+norm/scale                     d       model.norm.weight                                   d
+"""
+    + HEAD
+)
 ATTENTION = """
 blocks/attention/query         d h k   model.layers.{}.self_attn.q_proj.weight             hk d
 blocks/attention/query_bias    h k     model.layers.{}.self_attn.q_proj.bias               hk
@@ -132,7 +140,9 @@ blocks/mlp/down                e m d   model.layers.{}.mlp.experts.{}.down_proj.
 """
 LLAMA = ENDS + PRE_NORMS + ATTENTION + MLP
 TABLES = {
-    "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "smollm3": LLAMA, "granite": LLAMA, "gpt2": GPT2,
+    "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "smollm3": LLAMA, "granite": LLAMA, "gemma": LLAMA,
+    "gpt2": GPT2,
+    "olmo": EMBEDDING + HEAD + ATTENTION + MLP,
     "qwen3": LLAMA + HEAD_NORMS,
     "phi3": ENDS + PRE_NORMS + PHI3,
     "olmo2": ENDS + POST_NORMS + ATTENTION + ALL_HEAD_NORMS + MLP,

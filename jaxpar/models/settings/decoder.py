@@ -9,7 +9,7 @@ from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
 from jaxpar.models.settings.experts import ExpertsConfig
 from jaxpar.models.settings.rope import LongRopeConfig, YarnConfig
 
-NormKind = Literal["rms", "zero_centered_rms", "layer"]
+NormKind = Literal["rms", "zero_centered_rms", "layer", "nonparametric_layer"]
 NormPosition = Literal["pre", "post", "both"]
 QueryKeyNorm = Literal["none", "head", "all_heads"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -70,7 +70,8 @@ class DecoderConfig(Keywords):
       head_dim: Width of a head; 0 means dim / heads.
       hidden: Width of the feed-forward; 0 means 4 dim, or 8/3 dim rounded up to 64 where gated.
       position: rotary or learned.
-      norm: rms, zero_centered_rms (an RMSNorm that multiplies by 1 + its scale, as in Gemma), or layer.
+      norm: rms, zero_centered_rms (an RMSNorm that multiplies by 1 + its scale, as in Gemma), layer, or
+        nonparametric_layer (a LayerNorm without scale and bias, as in OLMo).
       norm_eps: Epsilon that the norm adds to the mean square.
       norm_position: Norms before attention and feed-forward (pre), after them (post, OLMo 2), or both (Gemma 2).
       qk_norm: RMSNorm of queries and keys: none, of each head (Qwen3), or of all_heads together (OLMo 2).

@@ -34,7 +34,8 @@ class Shape:
       gated: Whether the feed-forward has a third matrix.
       learned: Whether positions are parameters, one vector per position of a row.
       biases: Whether matrices and norms have biases.
-      vectors: Parameters of a block's norms and biases; 0 means two norms, and biases as `biases` says.
+      vectors: Parameters of a block's norms and biases; -1 means two norms, and biases as `biases` says.
+      head_vectors: Parameters of the last norm and of the head's bias; -1 means a norm, with a bias as `biases` says.
       tied: Whether the embedding is also the output matrix.
       causal: Whether a kernel may skip the half of attention above the diagonal.
       trained: Share of the weights that are trained; frozen weights have no gradients and no update.
@@ -51,7 +52,8 @@ class Shape:
     gated: bool = False
     learned: bool = False
     biases: bool = False
-    vectors: int = 0
+    vectors: int = -1
+    head_vectors: int = -1
     tied: bool = False
     causal: bool = True
     trained: float = 1.0
@@ -62,7 +64,8 @@ class Shape:
             self,
             "shape",
             {key: (1, largest) for key in ("layers", "dim", "heads", "vocab", "seq")}
-            | {key: (0, largest) for key in ("kv_heads", "head_dim", "hidden", "vectors")}
+            | {key: (0, largest) for key in ("kv_heads", "head_dim", "hidden")}
+            | {key: (-1, largest) for key in ("vectors", "head_vectors")}
             | {"trained": (0.0, 1.0)},
         )
         if (not self.head_dim and self.dim % self.heads) or self.heads % (self.kv_heads or self.heads):
@@ -83,6 +86,7 @@ class Shape:
             learned=settings.position == "learned",
             biases=settings.norm == "layer" and "mlp" in settings.biased_parts,
             vectors=_vectors(settings),
+            head_vectors=_norm_vectors(settings),
         )
 
     @property
@@ -159,10 +163,16 @@ def count_parameters(shape: Shape) -> ParameterCount:
     weights = sum(inputs * outputs for inputs, outputs in shape.matrices)
     biases = sum(outputs for _, outputs in shape.matrices) + 2 * shape.dim
     return ParameterCount(
-        layer=weights + (shape.vectors or 2 * shape.dim + shape.biases * biases),
+        layer=weights + (2 * shape.dim + shape.biases * biases if shape.vectors < 0 else shape.vectors),
         embedding=(shape.vocab + shape.learned * shape.seq) * shape.dim,
-        head=(1 + shape.biases) * shape.dim + (not shape.tied) * shape.vocab * shape.dim,
+        head=((1 + shape.biases) * shape.dim if shape.head_vectors < 0 else shape.head_vectors)
+        + (not shape.tied) * shape.vocab * shape.dim,
     )
+
+
+def _norm_vectors(settings: Any) -> int:
+    """Parameters of a norm of the residual stream."""
+    return {"layer": 2, "nonparametric_layer": 0}.get(settings.norm, 1) * settings.dim
 
 
 def _vectors(settings: Any) -> int:
@@ -170,7 +180,7 @@ def _vectors(settings: Any) -> int:
     s, kv_heads = settings, settings.kv_heads or settings.heads
     q_dim, kv_dim = s.heads * s.head_width, kv_heads * s.head_width
     widths = {"qkv": q_dim + 2 * kv_dim, "out": s.dim, "mlp": s.width * (1 + s.gated) + s.dim}
-    norms = (4 if s.norm_position == "both" else 2) * (1 + (s.norm == "layer")) * s.dim
+    norms = (4 if s.norm_position == "both" else 2) * _norm_vectors(s)
     of_heads = {"none": 0, "head": 2 * s.head_width, "all_heads": q_dim + kv_dim}[s.qk_norm]
     return norms + of_heads + sum(widths[part] for part in s.biased_parts)
 

@@ -53,6 +53,8 @@ MODELS = {
         t.GraniteConfig(**LONG, embedding_multiplier=3.0, logits_scaling=2.5, residual_multiplier=0.7,
                         attention_multiplier=0.3, mlp_bias=True)
     ),
+    "gemma": lambda: t.GemmaForCausalLM(t.GemmaConfig(**LONG | {"intermediate_size": 48}, head_dim=8)),
+    "olmo": lambda: t.OlmoForCausalLM(t.OlmoConfig(**LONG)),
     "gemma2": lambda: t.Gemma2ForCausalLM(
         t.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
     ),
