@@ -22,7 +22,7 @@ from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits, mask_padding
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.layer_stack import run_cached, run_stack, stack
-from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, padded_weight, weight
+from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, bias, dropout, padded_weight, weight
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.models.stack import is_intercepted
@@ -67,6 +67,7 @@ class Decoder(nnx.Module):
             activation=s.activation_name,
             biases=s.biased_parts,
             parallel_residual=s.parallel_residual,
+            shared_norm=s.shared_norm,
             attention_scale=s.attention_scale,
             attention_softcap=s.attention_softcap,
             residual_scale=s.residual_scale,
@@ -85,6 +86,7 @@ class Decoder(nnx.Module):
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         shape, size = (s.dim, s.vocab), s.vocab_rows
         self.head = padded_weight(rngs, shape, HEAD, s.dim**-0.5, dim=1, size=size) if not s.tied else None
+        self.head_bias = bias(s.head_bias, (size,), HEAD[1:])
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 
     @property
@@ -96,9 +98,9 @@ class Decoder(nnx.Module):
     def head_name(self) -> str | None:
         """The parameter that maps hidden states to logits: see `jaxpar.step.head.model_protocol`.
 
-        None with a softcap, which a loss of hidden states and a matrix alone does not know.
+        None with a softcap or a bias, which a loss of hidden states and a matrix alone does not know.
         """
-        if self.settings.logits_softcap:
+        if self.settings.logits_softcap or self.settings.head_bias:
             return None
         return "embed" if self.head is None else "head"
 
@@ -158,7 +160,7 @@ class Decoder(nnx.Module):
         return DenseAndExpertLayers(order, self.first_blocks or (), self.dense_blocks, self.blocks, self.kinds)
 
     def _final_norm(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
-        """Hidden states, of which a matmul with the head makes logits up to a softcap."""
+        """Hidden states, of which a matmul with the head makes logits up to a bias and a softcap."""
         return _scale(self.norm(x, looped=looped), self.settings.logits_scale)
 
     def _add_router_sums(self, sums: Any) -> None:
@@ -223,6 +225,7 @@ class Decoder(nnx.Module):
             if self.head is None
             else logits(x, self.head[...], looped=self.settings.scan)
         )
+        values = values if self.head_bias is None else values + self.head_bias[...]
         if cap := self.settings.logits_softcap:
             values = cap * jnp.tanh(values / cap)
         values = mask_padding(values, self.vocab)

@@ -108,6 +108,7 @@ class BlockConfig:
       norm_position: pre, post or both.
       qk_norm: none, head or all_heads.
       parallel_residual: Whether attention and feed-forward read the same stream.
+      shared_norm: Whether they also share the norm before them.
       activation: silu, gelu or gelu_tanh.
       attention_scale: Factor of the scores; 0 means 1 / sqrt(head_dim).
       attention_softcap: Softcap of the scores; 0 means none.
@@ -129,6 +130,7 @@ class BlockConfig:
     norm_position: NormPosition = "pre"
     qk_norm: QueryKeyNorm = "none"
     parallel_residual: bool = False
+    shared_norm: bool = False
     activation: Activation = "gelu_tanh"
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
@@ -239,7 +241,7 @@ class Block(nnx.Module):
         self.norm_attention = norm() if before else None
         self.attention = Attention(s, rngs=rngs)
         self.post_norm_attention = norm() if after else None
-        self.norm_mlp = norm() if before else None
+        self.norm_mlp = norm() if before and not s.shared_norm else None
         self.mlp: Any = mlp(s, rngs=rngs)
         self.post_norm_mlp = norm() if after else None
 
@@ -277,12 +279,14 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Adds attention and the feed-forward to the stream, each with its norms, dropout and scale."""
         keys = (None, None) if key is None else jax.random.split(key)
-        y_bsd = _normalize(self.post_norm_attention, attend(_normalize(self.norm_attention, x_bsd)))
+        normalized_bsd = _normalize(self.norm_attention, x_bsd)
+        y_bsd = _normalize(self.post_norm_attention, attend(normalized_bsd))
         after_bsd = x_bsd + self._branch(y_bsd, keys[0])
         # attention's output is a sum over `tensor`: constrained here, it is a reduce-scatter in sequence parallelism
         after_bsd = constrain(after_bsd, "batch", "seq", "embed")
         read_bsd = x_bsd if self.settings.parallel_residual else after_bsd
-        y_bsd = _normalize(self.post_norm_mlp, mlp(_normalize(self.norm_mlp, read_bsd)))
+        read_bsd = normalized_bsd if self.settings.shared_norm else _normalize(self.norm_mlp, read_bsd)
+        y_bsd = _normalize(self.post_norm_mlp, mlp(read_bsd))
         return constrain(after_bsd + self._branch(y_bsd, keys[1]), "batch", "seq", "embed")
 
     def _branch(self, y_bsd: jax.Array, key: jax.Array | None) -> jax.Array:

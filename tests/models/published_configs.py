@@ -60,6 +60,12 @@ PUBLISHED = {
                use_sliding_window=False, **SILU, **NO_BIAS, **UNTIED),
         8_190_735_360,
     ),
+    "phi-2": (
+        config("phi", "PhiForCausalLM", 32, 2560, 32, 10240, 51200, 2048, embd_pdrop=0.0, hidden_act="gelu_new",
+               layer_norm_eps=1e-5, num_key_value_heads=32, partial_rotary_factor=0.4, qk_layernorm=False,
+               resid_pdrop=0.1, rope_scaling=None, rope_theta=10000.0, **UNTIED),
+        2_779_683_840,
+    ),
     "Phi-3-mini-4k": (
         config("phi3", "Phi3ForCausalLM", 32, 3072, 32, 8192, 32064, 4096, auto_map={"AutoConfig": "x.Phi3Config"},
                embd_pdrop=0.0, num_key_value_heads=32, original_max_position_embeddings=4096, resid_pdrop=0.0,

@@ -33,8 +33,8 @@ SAVED = Path(__file__).parents[1] / "models" / "huggingface"
 MODELS = sorted(path.name for path in SAVED.iterdir() if path.is_dir())
 GREEDY = [name for name in MODELS if (SAVED / name / "greedy.npy").exists()]
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-# keys that may differ: another name of the activation, the last layer of windows that are off, and dropout in training
-UNLIKE = {"activation_function", "max_window_layers", "attn_pdrop", "embd_pdrop", "resid_pdrop"}
+# keys that may differ: the last layer of windows that are off, and dropout in training
+UNLIKE = {"max_window_layers", "attn_pdrop", "embd_pdrop", "resid_pdrop"}
 
 
 def built(settings, params=None):
@@ -120,6 +120,8 @@ UNSAID = [
     ("gemma", [], {"hidden_act": "gelu", "hidden_activation": "gelu"}, "activation_name", "gelu"),
     ("gemma", ["hidden_activation", "hidden_act"], {}, "activation_name", "gelu_tanh"),
     ("gpt_neox", ["hidden_act"], {}, "activation_name", "gelu"),
+    ("phi", ["hidden_act"], {}, "activation_name", "gelu_tanh"),
+    ("phi", ["partial_rotary_factor"], {}, "rope_share", 0.5),
     ("gpt2", ["activation_function"], {}, "activation_name", "gelu_tanh"),
     ("llama", ["hidden_act"], {}, "activation_name", "silu"),
     ("qwen2", ["sliding_window", "layer_types"], {}, "windows", (0, 4096, 4096)),
@@ -227,6 +229,7 @@ LAYOUTS = {
     "granite": {"fsdp": 2, "context": 2, "tensor": 2},
     "phi3": {"data": 2, "fsdp": 2, "tensor": 2},
     "olmoe": {"expert": 4, "data": 2},
+    "phi": {"pipe": 2, "fsdp": 2, "tensor": 2},  # a norm for two parts, and a bias of the head
     "gemma": {"data": 2, "fsdp": 2, "tensor": 2},
     "olmo": {"pipe": 2, "fsdp": 2, "tensor": 2},  # norms without parameters
     "qwen3_yarn": {"fsdp": 4, "tensor": 2},
@@ -297,6 +300,7 @@ def settings_with(draw):
         rope_base=draw(st.sampled_from([1e4, 1e6])), windows=draw(st.sampled_from([(), (4,), (4, 0)]))[:layers],
         attention_scale=draw(st.sampled_from([0.0, 0.3])), logits_softcap=draw(st.sampled_from([0.0, 30.0])),
         rope_share=draw(st.sampled_from([1.0, 0.5])), parallel_residual=draw(st.booleans()),
+        head_bias=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -343,6 +347,17 @@ def test_a_padded_vocabulary_changes_no_number(tied, chunks, tmp_path):
         assert again.params[path][...].tobytes() == value.tobytes(), path
     rows = again.params["embed"]
     np.testing.assert_array_equal(rows[30:42, 3:5], params["embed"][30:42, 3:5])
+
+
+def test_a_padded_vocabulary_pads_the_bias_of_the_head(tmp_path):
+    plain, padded = load(SAVED / "phi"), load(SAVED / "phi", padded_vocab=48)
+    tokens = (np.arange(24).reshape(2, 12) * 7 % 40).astype(np.int32)
+    assert padded.params["head_bias"][...].shape == (48,)
+    logits = built(padded.settings, padded.params)(tokens)
+    np.testing.assert_allclose(logits[..., :40], built(plain.settings, plain.params)(tokens), rtol=1e-5, atol=1e-5)
+    assert (np.asarray(logits[..., 40:]) < -1e30).all()
+    export(padded.params, padded.settings, tmp_path)
+    assert load(tmp_path).params["head_bias"][...].tobytes() == plain.params["head_bias"][...].tobytes()
 
 
 @pytest.mark.nightly

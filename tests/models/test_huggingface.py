@@ -225,6 +225,8 @@ CONFIGS = [
     ("granite", "logits_scaling", 0, "logits_scaling is a number above 0"),
     ("mixtral", "num_experts_per_tok", 5, "per_token = 5"),
     ("qwen3_moe", "mlp_only_layers", [0], "mlp_only_layers = []"),
+    ("phi", "qk_layernorm", True, "qk_layernorm = False"),
+    ("phi", "attention_bias", True, "attention_bias"),
     ("olmo", "clip_qkv", 8.0, "clip_qkv = None"),
     ("olmo", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling = None"),
     ("olmo", "rms_norm_eps", 1e-6, "rms_norm_eps = 1e-06"),
@@ -300,6 +302,10 @@ def test_rotary_frequencies_are_scaled_in_one_way():
     refused(lambda: replace(LLAMA, rope_stretch=(8.0, 1.0, 4.0, 16.0), rope_yarn=YarnConfig(factor=2.0, seq=8)),
             "rope_stretch and rope_yarn", "scaled in one way")  # fmt: skip
     refused(lambda: replace(LLAMA, rope_base=1.0, rope_yarn=YarnConfig(factor=2.0, seq=8)), "rope_base of 1")
+
+
+def test_a_norm_is_shared_by_parts_that_read_the_same_stream():
+    refused(lambda: replace(LLAMA, shared_norm=True), "shared_norm, parallel_residual = False")
 
 
 def test_slow_pairs_are_stretched_fast_ones_are_not():

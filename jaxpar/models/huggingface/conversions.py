@@ -105,6 +105,7 @@ def activation(key: str, *unread: str, default: str) -> Conversion:
       default: The family's activation if the key is missing or null.
     """
     names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+    names[ACTIVATIONS[default]] = default
     write = lambda settings: {key: names[settings.activation_name]}  # noqa: E731
     return Conversion((key, *unread), _read_activation(key, default), write)
 

@@ -263,6 +263,17 @@ FAMILIES: dict[str, Family] = {
         defaults=DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
         conversions=(ACT, ATTENTION_BIAS, head_dim(128), switched_windows(4096), ROPE),
     ),
+    "phi": Family(
+        architecture="PhiForCausalLM",
+        fixed={
+            "position": "rotary", "norm": "layer", "gated": False, "use_bias": True, "parallel_residual": True,
+            "shared_norm": True, "head_bias": True,
+        },
+        keys={key: value for key, value in KEYS.items() if key != "norm_eps"} | {"norm_eps": "layer_norm_eps"},
+        defaults=DEFAULTS | {"layer_norm_eps": 1e-5},
+        conversions=(activation("hidden_act", default="gelu_new"), ROPE, rotary_share("partial_rotary_factor", 0.5)),
+        only={"qk_layernorm": (False,)},
+    ),
     "phi3": Family(
         architecture="Phi3ForCausalLM", fixed=LLAMA, keys=KEYS,
         defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},

@@ -81,6 +81,17 @@ blocks/mlp/gate                d f     model.layers.{}.mlp.gate_up_proj.weight  
 blocks/mlp/up                  d f     model.layers.{}.mlp.gate_up_proj.weight             f+ d
 blocks/mlp/down                f d     model.layers.{}.mlp.down_proj.weight                d f
 """
+PHI = """
+head_bias                      v       lm_head.bias                                        v
+norm/scale                     d       model.final_layernorm.weight                        d
+norm/bias                      d       model.final_layernorm.bias                          d
+blocks/norm_attention/scale    d       model.layers.{}.input_layernorm.weight              d
+blocks/norm_attention/bias     d       model.layers.{}.input_layernorm.bias                d
+blocks/mlp/up                  d f     model.layers.{}.mlp.fc1.weight                      f d
+blocks/mlp/up_bias             f       model.layers.{}.mlp.fc1.bias                        f
+blocks/mlp/down                f d     model.layers.{}.mlp.fc2.weight                      d f
+blocks/mlp/down_bias           d       model.layers.{}.mlp.fc2.bias                        d
+"""
 GPT2 = """
 embed                          v d     transformer.wte.weight                              v d
 positions                      s d     transformer.wpe.weight                              s d
@@ -144,6 +155,7 @@ TABLES = {
     "gpt2": GPT2,
     "olmo": EMBEDDING + HEAD + ATTENTION + MLP,
     "qwen3": LLAMA + HEAD_NORMS,
+    "phi": EMBEDDING + HEAD + ATTENTION.replace("o_proj", "dense") + PHI,
     "phi3": ENDS + PRE_NORMS + PHI3,
     "olmo2": ENDS + POST_NORMS + ATTENTION + ALL_HEAD_NORMS + MLP,
     "gemma2": ENDS + BOTH_NORMS + ATTENTION + MLP,
@@ -246,6 +258,8 @@ def _exists(path: str, settings: DecoderConfig) -> bool:
     """Whether a decoder of these settings has a parameter."""
     if path == "head":
         return not settings.tied
+    if path == "head_bias":
+        return settings.head_bias
     if not path.endswith("_bias"):
         return True
     part = "mlp" if "/mlp/" in path else "out" if path.endswith("out_bias") else "qkv"

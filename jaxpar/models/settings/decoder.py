@@ -80,7 +80,9 @@ class DecoderConfig(Keywords):
       use_bias: Biases on every matrix.
       biases: Matrices with biases where not all have one: qkv (Qwen2), out, mlp.
       parallel_residual: Attention and feed-forward of a layer read the same stream (GPT-NeoX).
+      shared_norm: With parallel_residual, they also share one norm before them (Phi-2).
       tied: The embedding is also the output matrix.
+      head_bias: A bias of the output matrix (Phi-2).
       rope_base: Base of the rotary frequencies.
       rope_bases: Bases of layers, repeated: [10000, 1000000] alternates; 0 is a layer without positions (SmolLM3's
         every fourth); [] means rope_base in all.
@@ -120,7 +122,9 @@ class DecoderConfig(Keywords):
     use_bias: bool = False
     biases: tuple[BiasedPart, ...] = ()
     parallel_residual: bool = False
+    shared_norm: bool = False
     tied: bool = False
+    head_bias: bool = False
     rope_base: float = 10_000.0
     rope_bases: tuple[float, ...] = ()
     rope_factors: tuple[float, ...] = ()
@@ -162,6 +166,12 @@ class DecoderConfig(Keywords):
             )
         _check_attention(self)
         _check_frequencies(self)
+        if self.shared_norm and not (self.parallel_residual and self.norm_position == "pre"):
+            raise refuse(
+                f"shared_norm, parallel_residual = {self.parallel_residual}, norm_position = {self.norm_position!r}",
+                rule="attention and feed-forward share a norm if they read the same stream, after one norm before both",
+                fix='parallel_residual = True, norm_position = "pre"',
+            )
         _check_biases(self)
         _check_layer_lists(self)
         _check_layers_with_experts(self)

@@ -86,7 +86,7 @@ class Shape:
             learned=settings.position == "learned",
             biases=settings.norm == "layer" and "mlp" in settings.biased_parts,
             vectors=_vectors(settings),
-            head_vectors=_norm_vectors(settings),
+            head_vectors=_norm_vectors(settings) + settings.head_bias * settings.vocab_rows,
         )
 
     @property
@@ -180,7 +180,7 @@ def _vectors(settings: Any) -> int:
     s, kv_heads = settings, settings.kv_heads or settings.heads
     q_dim, kv_dim = s.heads * s.head_width, kv_heads * s.head_width
     widths = {"qkv": q_dim + 2 * kv_dim, "out": s.dim, "mlp": s.width * (1 + s.gated) + s.dim}
-    norms = (4 if s.norm_position == "both" else 2) * _norm_vectors(s)
+    norms = (4 if s.norm_position == "both" else 2 - s.shared_norm) * _norm_vectors(s)
     of_heads = {"none": 0, "head": 2 * s.head_width, "all_heads": q_dim + kv_dim}[s.qk_norm]
     return norms + of_heads + sum(widths[part] for part in s.biased_parts)
 

@@ -32,6 +32,7 @@ MODELS = {
                       sliding_window=4, max_window_layers=1)
     ),
     "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**LONG, head_dim=8, attention_bias=True)),
+    "phi": lambda: t.PhiForCausalLM(t.PhiConfig(**LONG | {"num_key_value_heads": 4, "hidden_size": 32})),
     "phi3": lambda: t.Phi3ForCausalLM(
         t.Phi3Config(**LONG | {"hidden_size": 32}, sliding_window=7, partial_rotary_factor=0.5)
     ),
