@@ -116,6 +116,14 @@ PUBLISHED = {
                rotary_pct=0.25, use_parallel_residual=True, **UNTIED),
         20_554_567_680,
     ),
+    "starcoder2-3b": (
+        config("starcoder2", "Starcoder2ForCausalLM", 30, 3072, 24, 12288, 49152, 16384, activation_function="gelu",
+               attention_softmax_in_fp32=True, embedding_dropout=0.1, hidden_act="gelu_pytorch_tanh",
+               layer_norm_epsilon=1e-5, mlp_type="default", norm_epsilon=1e-5, norm_type="layer_norm",
+               num_key_value_heads=2, residual_dropout=0.1, rope_theta=999999.4420358813,
+               scale_attention_softmax_in_fp32=True, scale_attn_weights=True, sliding_window=4096, use_bias=True),
+        3_030_371_328,
+    ),
     "Mixtral-8x7B": (
         config("mixtral", "MixtralForCausalLM", 32, 4096, 32, 14336, 32000, 32768, num_experts_per_tok=2,
                num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-5,

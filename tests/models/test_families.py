@@ -120,6 +120,8 @@ UNSAID = [
     ("gemma", [], {"hidden_act": "gelu", "hidden_activation": "gelu"}, "activation_name", "gelu"),
     ("gemma", ["hidden_activation", "hidden_act"], {}, "activation_name", "gelu_tanh"),
     ("gpt_neox", ["hidden_act"], {}, "activation_name", "gelu"),
+    ("starcoder2", ["use_bias"], {}, "use_bias", True),
+    ("starcoder2", [], {"use_bias": False, "mlp_type": "default"}, "use_bias", False),
     ("phi", ["hidden_act"], {}, "activation_name", "gelu_tanh"),
     ("phi", ["partial_rotary_factor"], {}, "rope_share", 0.5),
     ("gpt2", ["activation_function"], {}, "activation_name", "gelu_tanh"),
@@ -229,6 +231,7 @@ LAYOUTS = {
     "granite": {"fsdp": 2, "context": 2, "tensor": 2},
     "phi3": {"data": 2, "fsdp": 2, "tensor": 2},
     "olmoe": {"expert": 4, "data": 2},
+    "starcoder2": {"context": 2, "fsdp": 2, "tensor": 2},
     "phi": {"pipe": 2, "fsdp": 2, "tensor": 2},  # a norm for two parts, and a bias of the head
     "gemma": {"data": 2, "fsdp": 2, "tensor": 2},
     "olmo": {"pipe": 2, "fsdp": 2, "tensor": 2},  # norms without parameters

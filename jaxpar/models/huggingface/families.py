@@ -208,6 +208,20 @@ OLMOE_EXPERTS = _experts(
 UNUSED_WINDOWS = Conversion(
     ("sliding_window", "max_window_layers"), lambda config: {}, lambda settings: {"sliding_window": None}
 )
+# StarCoder 2 has biases on every matrix or on none; transformers does not read the other keys of its folders
+ALL_BIASES = Conversion(
+    ("use_bias",),
+    lambda config: {"use_bias": config.get("use_bias", True)},
+    lambda settings: {"use_bias": len(settings.biased_parts) == 3},
+)
+UNREAD = Conversion(
+    (
+        "activation_function", "attention_softmax_in_fp32", "embedding_dropout", "layer_norm_epsilon", "mlp_type",
+        "norm_type", "residual_dropout", "scale_attention_softmax_in_fp32", "scale_attn_weights",
+    ),
+    lambda config: {},
+    lambda settings: {},
+)  # fmt: skip
 ACT = activation("hidden_act", default="silu")
 GEMMA_ACT = activation("hidden_activation", "hidden_act", "sliding_window_size", default="gelu_pytorch_tanh")
 
@@ -269,7 +283,7 @@ FAMILIES: dict[str, Family] = {
             "position": "rotary", "norm": "layer", "gated": False, "use_bias": True, "parallel_residual": True,
             "shared_norm": True, "head_bias": True,
         },
-        keys={key: value for key, value in KEYS.items() if key != "norm_eps"} | {"norm_eps": "layer_norm_eps"},
+        keys=KEYS | {"norm_eps": "layer_norm_eps"},
         defaults=DEFAULTS | {"layer_norm_eps": 1e-5},
         conversions=(activation("hidden_act", default="gelu_new"), ROPE, rotary_share("partial_rotary_factor", 0.5)),
         only={"qk_layernorm": (False,)},
@@ -349,6 +363,18 @@ FAMILIES: dict[str, Family] = {
         },
         conversions=(activation("hidden_act", default="gelu"), NEOX_BIASES, rotary_share("rotary_pct", 0.25)),
         only={"rope_scaling": (None,)},
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM", fixed={"position": "rotary", "norm": "layer", "gated": False},
+        keys=KEYS | {"norm_eps": "norm_epsilon"},
+        defaults=DEFAULTS | {
+            "num_key_value_heads": 2, "norm_epsilon": 1e-5, "tie_word_embeddings": True,
+            "max_position_embeddings": 4096,
+        },
+        conversions=(
+            activation("hidden_act", default="gelu_pytorch_tanh"), ALL_BIASES, UNREAD, uniform_window(None), ROPE,
+        ),
+        only={"use_bias": (True, False)},
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM", fixed=LLAMA, keys=KEYS,

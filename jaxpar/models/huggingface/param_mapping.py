@@ -92,6 +92,15 @@ blocks/mlp/up_bias             f       model.layers.{}.mlp.fc1.bias             
 blocks/mlp/down                f d     model.layers.{}.mlp.fc2.weight                      d f
 blocks/mlp/down_bias           d       model.layers.{}.mlp.fc2.bias                        d
 """
+STARCODER2 = """
+norm/bias                      d       model.norm.bias                                     d
+blocks/norm_attention/bias     d       model.layers.{}.input_layernorm.bias                d
+blocks/norm_mlp/bias           d       model.layers.{}.post_attention_layernorm.bias       d
+blocks/mlp/up                  d f     model.layers.{}.mlp.c_fc.weight                     f d
+blocks/mlp/up_bias             f       model.layers.{}.mlp.c_fc.bias                       f
+blocks/mlp/down                f d     model.layers.{}.mlp.c_proj.weight                   d f
+blocks/mlp/down_bias           d       model.layers.{}.mlp.c_proj.bias                     d
+"""
 GPT2 = """
 embed                          v d     transformer.wte.weight                              v d
 positions                      s d     transformer.wpe.weight                              s d
@@ -161,6 +170,7 @@ TABLES = {
     "gemma2": ENDS + BOTH_NORMS + ATTENTION + MLP,
     "gemma3_text": ENDS + BOTH_NORMS + ATTENTION + HEAD_NORMS + MLP,
     "gpt_neox": GPT_NEOX,
+    "starcoder2": ENDS + PRE_NORMS + ATTENTION + STARCODER2,
     "mixtral": ENDS + PRE_NORMS + ATTENTION + MIXTRAL,
     "qwen3_moe": ENDS + PRE_NORMS + ATTENTION + HEAD_NORMS + EXPERTS,
     "olmoe": ENDS + PRE_NORMS + ATTENTION + ALL_HEAD_NORMS + EXPERTS,

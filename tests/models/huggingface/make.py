@@ -69,6 +69,9 @@ MODELS = {
         t.GPTNeoXConfig(**{key: LONG[key] for key in LONG if key != "num_key_value_heads"},
                         use_parallel_residual=False, rotary_pct=1.0, attention_bias=False)
     ),
+    "starcoder2": lambda: t.Starcoder2ForCausalLM(
+        t.Starcoder2Config(**LONG | {"hidden_size": 32, "intermediate_size": 96}, sliding_window=5)
+    ),
     "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**LONG, num_local_experts=4, num_experts_per_tok=2)),
     "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**LONG, **EXPERTS, norm_topk_prob=True)),
     "olmoe": lambda: t.OlmoeForCausalLM(t.OlmoeConfig(**LONG, num_experts=4, num_experts_per_tok=2)),
