@@ -304,6 +304,7 @@ def test_longrope_has_the_names_of_phi_3_s_folders(kind, tmp_path):
 def test_rotary_frequencies_are_scaled_in_one_way():
     refused(lambda: replace(LLAMA, rope_stretch=(8.0, 1.0, 4.0, 16.0), rope_yarn=YarnConfig(factor=2.0, seq=8)),
             "rope_stretch and rope_yarn", "scaled in one way")  # fmt: skip
+    refused(lambda: replace(LLAMA, rope_long={"seq": 8, "short": 2.0}), "rope_long.short = 2.0", "a factor above 0")
     refused(lambda: replace(LLAMA, rope_base=1.0, rope_yarn=YarnConfig(factor=2.0, seq=8)), "rope_base of 1")
 
 

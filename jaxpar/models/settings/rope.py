@@ -79,16 +79,15 @@ class LongRopeConfig(Keywords):
     attention_factor: float = 1.0
 
     def __post_init__(self):
-        object.__setattr__(self, "short", tuple(self.short))
-        object.__setattr__(self, "long", tuple(self.long))
-        if not self.seq:
-            return
-        check_ranges(self, "model.rope_long", {"seq": (1, 1e9), "attention_factor": (1e-6, 1e6)})
+        if self.seq:
+            check_ranges(self, "model.rope_long", {"seq": (1, 1e9), "attention_factor": (1e-6, 1e6)})
         for name in ("short", "long"):
             values = getattr(self, name)
-            if not values or not all(type(value) in (int, float) and 0 < value < 1e9 for value in values):
+            is_list = isinstance(values, (list, tuple)) and (values or not self.seq)
+            if not is_list or not all(type(value) in (int, float) and 0 < value < 1e9 for value in values):
                 raise refuse(
-                    f"rope_long.{name} = {list(values)!r:.80}",
+                    f"rope_long.{name} = {values!r:.80}",
                     rule="LongRoPE has a factor above 0 for each pair of rotary dims",
                     fix=f"{name} = [1.0, ...], or seq = 0",
                 )
+            object.__setattr__(self, name, tuple(values))
