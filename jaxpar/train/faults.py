@@ -35,6 +35,8 @@ LOWER_RATE = (
     "go on from the last checkpoint with a lower optimizer.learning_rate or a longer optimizer.warmup, and (in a job) "
     'run.changed = ["optimizer.learning_rate", "optimizer.warmup"]'
 )
+# embeddings and losses of Flax and optax are nan for an id outside of their range, in whichever step it comes
+IDS_IN_RANGE = "labels within 0..classes - 1 and tokens within 0..vocab - 1 (in place of -100, 0 and a mask)"
 LAG = 2  # a limit uses losses up to two steps earlier: the same ones on every layout and after every resume
 
 
@@ -169,8 +171,10 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
         return Problem(got, "a loss stays below faults.spike times the median of those before it", fix)
     if step == 1:
         fix = "the data (nan, a label or token that is out of range, a mask of zeros) or the model's own arithmetic"
+    elif math.isnan(loss) and math.isnan(norm):
+        fix = f"{IDS_IN_RANGE}; or {LOWER_RATE}"
     if math.isnan(loss) and math.isfinite(norm):
-        fix = "a loss that returns (sum, count): a mean of its own is 0/0 where a mask leaves nothing; or other data"
+        fix = f"{IDS_IN_RANGE}; or a loss of (sum, count), since a mean of its own is 0/0 where a mask leaves nothing"
     if math.isfinite(loss):
         return Problem(f"the gradients of step {step} are not finite (grad_norm {norm}, loss {loss:.6g})",
             "training goes on while the gradients are finite; nothing is saved after they are not", fix)  # fmt: skip

@@ -202,6 +202,7 @@ WRONG = {
                                         checkpoints=Checkpoints(best_is="highest")), "compared in one way"),
     "checkpoints without a run": (lambda path: fit(checkpoints=Checkpoints(every=5)), "without run"),
     "a rollback without a run": (lambda path: fit(faults=Faults(on_bad_step="rollback")), "rollback"),
+    "skipped batches without a run": (lambda path: fit(faults=Faults(on_bad_batch="skip")), "without run"),
     "a skip of a step that does not": (lambda path: fit(faults=Faults(on_bad_step="skip")), "guard=True"),
     "an empty set": (lambda path: fit(sets={"far": []}), "at least one"),
     "a set whose path nothing reads": (lambda path: fit(sets={"far": jp.Data(path="far.txt")}), "reads no path"),
@@ -267,6 +268,18 @@ def test_what_is_wrong_is_refused_with_the_way_out(case, tmp_path):
     with pytest.raises(jp.JaxparError, match=said) as caught:
         call(tmp_path)
     assert all(problem.rule and problem.fix for problem in caught.value.problems)
+
+
+def test_a_fit_finds_a_batch_that_is_not_finite_before_its_step_and_may_skip_it(tmp_path, capsys):
+    x = np.arange(64.0 * 8, dtype=np.float32).reshape(64, 8) / 512
+    damaged = {"x": x.copy(), "y": x}
+    damaged["x"][37, 3] = np.nan
+    with pytest.raises(jp.JaxparError, match=r"is corrupt: x\[\d, 3\] is nan \(row \d, example 37 of "):
+        jp.fit(step_of(fsdp=8), damaged, steps=8, batch=8, held_out=0)
+    faults = Faults(on_bad_batch="skip")
+    outcome = jp.fit(step_of(fsdp=8), damaged, steps=8, batch=8, held_out=0, faults=faults, run=tmp_path)
+    assert np.isfinite(outcome.last["loss"])
+    assert "example 37 of yours:data; 1 such); passed over" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -348,6 +348,13 @@ def test_what_is_not_finite_is_named(loss, norm, got):
     assert (caught.value.step, caught.value.problems[0].got) == (4, got)
 
 
+@pytest.mark.parametrize("norm", [math.nan, 0.7])
+def test_a_loss_that_is_not_a_number_late_may_come_from_an_id_out_of_range(norm):
+    with pytest.raises(BadStep) as caught:
+        Watch().judge(4, values(math.nan, norm))
+    assert caught.value.problems[0].fix.startswith("labels within 0..classes - 1 and tokens within 0..vocab - 1")
+
+
 def test_skips_within_skips_end_after_the_bad_batch(tmp_path):
     skipped = SkippedBatches(tmp_path, fresh=True)
     skipped.go_back(15, to=10, why="")

@@ -166,6 +166,9 @@ def _combination_problems(step: Step, given: Mapping[str, Any], run: object, eva
     if faults and faults.on_bad_step == "rollback" and run is None:
         rule = "a rollback goes to a checkpoint of the run's folder"
         problems.append(Problem("faults.on_bad_step = 'rollback' without run", rule, 'run="runs/mine"'))
+    if faults and faults.on_bad_batch == "skip" and run is None:
+        rule = "a run that resumes skips the same batches, which its folder lists"
+        problems.append(Problem("faults.on_bad_batch = 'skip' without run", rule, 'run="runs/mine"'))
     if faults and faults.on_bad_step == "skip" and not step.guard:
         rule = "updates are skipped inside the compiled step, which is told so"
         problems.append(Problem("faults.on_bad_step = 'skip'", rule, "jp.train_step(..., guard=True)"))
