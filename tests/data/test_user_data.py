@@ -313,6 +313,9 @@ WRONG = {
         lambda: type("Pairs", (Numbered,), {"__getitem__": lambda self, i: tuple(example(i).values())})(),
         "{'inputs': x, 'labels': y} for every number",
     ),
+    "two arrays": (lambda: (np.zeros((8, 2)), np.zeros(8)), "{'inputs': x, 'labels': y} as the data"),
+    "a list of examples": (lambda: [example(i) for i in range(16)], "if this is one example, stack many"),
+    "a list of sequences": (lambda: [{"inputs": np.zeros(5), "targets": np.zeros(5)}], "this is one example"),
     "a dict in a batch": (lambda: [{"seen": {"x": np.zeros(8)}}], "seen, a dict of x"),
     "arrays of several lengths": (lambda: {"x": np.zeros(8), "y": np.zeros(9)}, "a dict of x [8], y [9]"),
 }
@@ -403,6 +406,21 @@ def test_what_is_no_data_is_refused(case):
         joined(opened(named).batch(step, 8) for step in range(4))
     assert words in str(error.value), str(error.value)
     assert len(error.value.problems) == 1
+
+
+def test_examples_are_stacked_as_the_error_for_a_list_of_them_says():
+    examples = [example(i) for i in range(16)]
+    with pytest.raises(JaxparError) as error:
+        opened(lambda: examples).batch(0, 8)
+    way_out = error.value.problems[0].fix.partition("stack many: ")[2]
+    data = eval(way_out, {"np": np, "examples": examples})
+    assert set(numbers(opened(data).batch(0, 16))) <= set(range(16))
+
+
+def test_a_batch_of_another_size_is_no_example():
+    with pytest.raises(JaxparError) as error:
+        opened(lambda: [{"x": np.zeros((7, 2)), "y": np.zeros(7)}]).batch(0, 8)
+    assert error.value.problems[0].fix == "8 rows in every array"
 
 
 def test_a_generator_that_was_called_is_refused_with_the_name_of_its_function():
