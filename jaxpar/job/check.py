@@ -125,7 +125,8 @@ def resolve(
         if (as_written and not problems) or ":" not in job.model["name"]
         else None
     )
-    places = devices_of(job) if devices is None else devices
+    # for sizes that do not fit, the count alone: the devices would repeat the problem in other words
+    places = devices if devices is not None and sizes else devices_of(job)
     layout = attempt(lambda: annotate_layout(job, compose(blueprint, parallel, places))) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in declaration_problems(parallel) if problem not in problems)

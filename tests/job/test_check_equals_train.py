@@ -7,14 +7,15 @@ import os
 import tempfile
 from pathlib import Path
 
+import jax
 import pytest
 from pairwise import some
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.check import check
-from jaxpar.job.file.parse import load
+from jaxpar.job.check import check, resolve
+from jaxpar.job.file.parse import load, loads
 
 JOB = """
 [parallel]
@@ -33,6 +34,12 @@ global_batch = 8
 [metrics]
 show_every = 1
 """
+
+
+def test_sizes_that_do_not_fit_the_devices_are_one_problem_whether_the_devices_are_here_or_not():
+    job = loads(JOB, ["parallel.data=4"])
+    assert len(check(job)) == 1
+    assert resolve(job, jax.devices()).problems == tuple(check(job))
 
 
 @pytest.fixture(scope="module")
