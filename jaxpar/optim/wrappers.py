@@ -49,6 +49,27 @@ _COUNTS = (optax.ScaleByScheduleState, InjectStatefulHyperparamsState, optax.con
 LAYERWISE = ("adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3")
 
 
+def check_chain(optimizer: object, got: str) -> None:
+    """Checks that an optimizer is an optax chain.
+
+    Args:
+      optimizer: The optimizer.
+      got: The argument as the error shows it.
+
+    Raises:
+      JaxparError: If it is none; for the function that returns a chain, and for `optax.MultiSteps`, with the call that
+        makes one of it.
+    """
+    if isinstance(optimizer, optax.GradientTransformation):
+        return
+    fix = "optax.adamw(3e-4)"
+    if isinstance(optimizer, optax.MultiSteps):
+        fix = "optax.MultiSteps(...).gradient_transformation()"
+    elif (name := getattr(optimizer, "__name__", "")) and getattr(optax, name, None) is optimizer:
+        fix = f"optax.{name}(3e-4)"
+    raise refuse(got, rule="an optimizer is an optax chain", fix=fix)
+
+
 def freeze(
     optimizer: optax.GradientTransformation, paths: Iterable[str], *, but: Iterable[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
@@ -62,8 +83,7 @@ def freeze(
     Raises:
       JaxparError: When its state is initialized, if a pattern matches no parameter or no parameter is trained.
     """
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise refuse(f"freeze({optimizer!r:.60}, ...)", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
+    check_chain(optimizer, f"freeze({optimizer!r:.60}, ...)")
     frozen, trained = as_patterns("freeze", paths), as_patterns("freeze, but", but)
 
     def labels(params):

@@ -219,6 +219,8 @@ WRONG = {
     "two beginnings": (lambda path: fit(state=1, checkpoints=Checkpoints(start_from="runs/other")), "one state"),
     "steps that are text": (lambda path: fit(eval_every="5"), "number of steps"),
     "a path for a step": (lambda path: jp.restore(path, "fsdp 8"), "jp.train_step"),
+    "an optimizer of 2 steps": (lambda path: jp.init_state(step_of(fsdp=8).layout, optax.MultiSteps(OPTIMIZER, 2)),
+                                r"optax\.MultiSteps\(\.\.\.\)\.gradient_transformation\(\)"),
     "an empty folder": (lambda path: jp.restore(path, step_of(fsdp=8)), "checkpoint"),
     "no such schedule": (lambda path: jp.schedule("1f2b", stages=2, microbatches=4), "1f1b"),
     "no such time": (lambda path: jp.schedule("1f1b", stages=2, microbatches=4).price(sent=1), "times are"),

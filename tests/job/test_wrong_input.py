@@ -763,7 +763,7 @@ VALUES = {
     "simulated none": (lambda: jp.simulate(0), "simulate(0)", "positive"),
     "simulated too late": (lambda: jp.simulate(4), "simulate(4)", "first thing"),
     # state and step
-    "an optimizer not called": (lambda: jp.init_state(layout(), optax.adam), "adam", "optax.adamw(3e-4)"),
+    "an optimizer not called": (lambda: jp.init_state(layout(), optax.adam), "adam", "optax.adam(3e-4)"),
     "an optimizer of NNX": (
         lambda: jp.init_state(layout(), nnx.Optimizer(Net(rngs=nnx.Rngs(0)), ADAM, wrt=nnx.Param)),
         "optimizer=Optimizer(",
