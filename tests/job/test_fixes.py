@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 
 from jaxpar.checkpoint import reading
@@ -10,6 +11,7 @@ from jaxpar.data.tokenizers.encoders import end_token
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
+from jaxpar.job.check import check
 from jaxpar.job.file import run_folder
 from jaxpar.job.file.parse import loads
 from jaxpar.train.faults import LOWER_RATE
@@ -87,3 +89,14 @@ def test_numbers_of_processes_are_named_as_the_command_has_them(tmp_path, capsys
     (tmp_path / "job.toml").write_text(JOB)
     assert main(["launch", "-n", "0", "train", str(tmp_path / "job.toml")]) != 0
     assert "--processes 1" in capsys.readouterr().err
+
+
+def test_rows_of_tokens_are_written_as_the_fix_of_their_array_says(tmp_path):
+    tokens, path = np.arange(64 * 17).reshape(64, 17) % 250, tmp_path / "tokens"
+    np.save(f"{path}.npy", tokens)
+    job = JOB.replace("mlp", "decoder").replace("classify", "next_token").replace("digits", "arrays")
+    job = job.replace("hidden = 8", "dim = 8\nlayers = 1\nheads = 2\nkv_heads = 2\nseq = 16\nvocab = 256\nhidden = 8")
+    (problem,) = check(loads(job, [f"data.path={path}.npy"]))
+    assert problem.rule == "the loss next_token is computed from arrays named inputs and targets"
+    eval(problem.fix.partition(";")[0], {"np": np, "path": path, "tokens": tokens})
+    assert check(loads(job, [f"data.path={path}.npz"])) == []

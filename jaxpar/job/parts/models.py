@@ -295,14 +295,25 @@ def _check_documents(job: Job, called: Callable) -> None:
         )
 
 
+# arrays that jaxpar's own losses read, and how to make them
+LOSS_INPUTS = {
+    "next_token": {"inputs": "tokens[:, :-1]", "targets": "tokens[:, 1:]"},
+    "classify": {"inputs": "x", "labels": "y"},
+}
+
+
 def batch_errors(job: Job, name: str, batch: Mapping[str, jax.ShapeDtypeStruct]) -> AbstractContextManager[None]:
     """Context that turns any exception of the model or the loss on a batch into one `JaxparError`."""
     shapes = ", ".join(f"{key} {leaf.dtype}{list(leaf.shape)}" for key, leaf in batch.items())
-    return user_code_errors(
-        f"{name} with loss {job.train.loss} on {shapes}",
-        rule="model and loss accept the batches of the data",
-        fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
-    )
+    rule = "model and loss accept the batches of the data"
+    fix = "model.name, train.loss and data.source that belong together, or the line of the model that this names"
+    inputs = LOSS_INPUTS.get(job.train.loss, {})
+    if inputs.keys() - batch.keys():
+        rule = f"the loss {job.train.loss} is computed from arrays named {' and '.join(inputs)}"
+        arrays = ", ".join(f"{key}={value}" for key, value in inputs.items())
+        way = f"np.savez(path, {arrays})" if job.data.source == "arrays" else f"batches of dict({arrays})"
+        fix = f"{way}; or a train.loss of your own, of the names that these data have"
+    return user_code_errors(f"{name} with loss {job.train.loss} on {shapes}", rule=rule, fix=fix)
 
 
 def batch_spec(job: Job) -> BatchSpec:
