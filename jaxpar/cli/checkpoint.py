@@ -27,7 +27,7 @@ def add(verbs) -> None:
     """Adds the verb and its subcommands to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "checkpoint",
-        help="list, show, verify, compare and copy checkpoints",
+        help="ls, show, verify, diff and export: what checkpoints of a run there are, and copies of them",
         description="List, show, verify, compare and copy the checkpoints of a run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
