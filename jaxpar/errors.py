@@ -77,7 +77,7 @@ class Keywords:
         return super().__new__(cls)
 
     @classmethod
-    def keyword_fix(cls, key: str, value: Any, names: Sequence[str]) -> str:
+    def keyword_fix(cls, key: str, value: object, names: Sequence[str]) -> str:
         """Returns the fix for a keyword that the class does not have, of the names that it has."""
         return suggest(key, names)
 

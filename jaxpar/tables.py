@@ -18,7 +18,7 @@ def replace_rows(table: dict[str, Any], rows: Mapping[str, Any]) -> Iterator[Non
         table.update(old_rows)
 
 
-def insert_row(table: Mapping[str, Any], name: str, row: object, *, at: int) -> dict[str, Any]:
+def insert_row(table: Mapping[str, object], name: str, row: object, *, at: int) -> dict[str, Any]:
     """Returns the rows of a table with a new one at position `at`.
 
     >>> insert_row({"a": 1, "b": 2}, "c", 3, at=1)

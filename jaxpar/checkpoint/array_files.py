@@ -152,7 +152,7 @@ class _Files:
         return is_good
 
 
-def _groups(arrays: Mapping[str, SavedArray], names: Mapping[str, Any]) -> Iterator[list[str]]:
+def _groups(arrays: Mapping[str, SavedArray], names: Mapping[str, object]) -> Iterator[list[str]]:
     """Yields groups of names with at most `AT_ONCE` bytes in total, or with a single name."""
     group: list[str] = []
     total = 0
@@ -321,18 +321,18 @@ def _copy_shard_to_host(data: jax.Array) -> np.ndarray:
 # Flattens a state to path → array, so that a checkpoint does not depend on Python classes.
 
 
-def flatten(state: Any) -> dict[str, Any]:
+def flatten(state: object) -> dict[str, Any]:
     """Flattens a state to a dict from path, such as `params/blocks/mlp/up`, to array."""
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
-def unflatten(like: Any, arrays: Mapping[str, Any]) -> Any:
+def unflatten(like: object, arrays: Mapping[str, object]) -> Any:
     """Rebuilds the tree of `like` from arrays by path."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     return jax.tree.unflatten(tree, [arrays[path_of(keys)] for keys, _ in leaves])
 
 
-def describe(state: Any) -> dict[str, SavedArray]:
+def describe(state: object) -> dict[str, SavedArray]:
     """Shape, dtype and bytes of every array of a state, which may be abstract, by path."""
     return {
         path: SavedArray(tuple(leaf.shape), str(leaf.dtype), leaf.size * leaf.dtype.itemsize)

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +143,7 @@ AXIS = "data"
 TOLD = {"mean": "all with the mean of them", "broadcast": "all with the first"}
 
 
-def read(path: Path, contents: Manifest, like: Any, *, how: str, run: str) -> tuple[dict[str, jax.Array], str]:
+def read(path: Path, contents: Manifest, like: object, *, how: str, run: str) -> tuple[dict[str, jax.Array], str]:
     """Loads the arrays of a checkpoint by path with the job's shardings; also returns a note if its replicas changed.
 
     Args:

@@ -65,7 +65,7 @@ class Store:
         """Steps of the committed checkpoints, oldest first; `restore` verifies their content."""
         return listing.steps(self.folder)
 
-    def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
+    def save(self, step: int, state: object, scores: dict[str, float]) -> None:
         """Starts writing the state; waits for the previous write, and returns when the arrays are copied.
 
         If the first of several processes finds too little free space, no process writes, because for a replicated state
@@ -159,7 +159,7 @@ class Store:
             if error is not None:
                 self.say(str(_write_error(self.folder, write, error)))
 
-    def restore(self, like: Any, step: int | None = None) -> tuple[Any, int]:
+    def restore(self, like: object, step: int | None = None) -> tuple[Any, int]:
         """Loads the state of a checkpoint with the shardings of `like`; returns it and its step.
 
         Args:
@@ -256,7 +256,7 @@ def _candidates(folder: Path, step: int | None) -> Iterator[int]:
 
 
 def _load(
-    folder: Path, step: int, like: Any, *, replicas: Literal["same", "mean", "broadcast"]
+    folder: Path, step: int, like: object, *, replicas: Literal["same", "mean", "broadcast"]
 ) -> tuple[dict[str, Any], str]:
     """Loads the arrays of a checkpoint by path; returns them and a note for the user.
 

@@ -45,7 +45,7 @@ class PendingWrite:
 
 
 def begin(
-    folder: Path, step: int, state: Any, scores: Mapping[str, float], replicas: manifest.SavedReplicas | None = None
+    folder: Path, step: int, state: object, scores: Mapping[str, float], replicas: manifest.SavedReplicas | None = None
 ) -> PendingWrite:
     """Starts writing a checkpoint; returns when its arrays are copied to the host."""
     arrays = array_files.describe(state)

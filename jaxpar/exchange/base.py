@@ -168,7 +168,7 @@ class Exchange(Keywords, metaclass=_ExchangeMeta):
         """
         return replicas
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns the traffic of gradients and parameters between replicas.
 
         Args:
@@ -234,7 +234,7 @@ class AllReduce(Exchange):
     name: str = "all_reduce"
     per_replica = False
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns one all-reduce per parameter, of the gradient of the shard that a device stores.
 
         With `fsdp`, XLA sums small gradients, such as those of biases, unsharded over both axes at once.

@@ -273,7 +273,7 @@ def read_cached(file: Path) -> dict[str, Any] | None:
     return json.loads(zlib.decompress(data[_DIGEST:]))
 
 
-def write_cached(file: Path, fields: dict[str, Any]) -> None:
+def write_cached(file: Path, fields: Mapping[str, object]) -> None:
     """Writes a file atomically; if it cannot, it only warns, because the program is in memory."""
     body = zlib.compress(json.dumps(fields).encode(), level=1)
     part = partial_path(file)

@@ -59,7 +59,7 @@ class Report(ReportFacts):
         return text
 
 
-def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | None = None, **kwargs: Any) -> Report:
+def inspect(program: object, *args: Any, roles: Sequence[str] = (), mesh: Mesh | None = None, **kwargs: Any) -> Report:
     """Compiles a program for the devices of its mesh and returns a report about it; nothing is run.
 
     Args:

@@ -206,7 +206,7 @@ def from_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[s
     )  # fmt: skip
 
 
-def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -> Subject:
+def step_subject(step: Step, batch: Mapping[str, object], *, sync_round: int = 0) -> Subject:
     """Lowers a step for a batch of these shapes, and names its arrays.
 
     Args:

@@ -135,7 +135,7 @@ def _inner_jaxpr(eqn: JaxprEqn) -> Jaxpr:
     return jaxpr_of(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
 
-def _without_casts(inner: Any, dtypes: Mapping[int, Any]) -> Any:
+def _without_casts(inner: object, dtypes: Mapping[int, Any]) -> Any:
     """Returns a jaxpr, closed as `inner` is, some of whose inputs have other dtypes: those to which it casts them."""
     jaxpr = jaxpr_of(inner)
     avals = shapes(jaxpr.invars)

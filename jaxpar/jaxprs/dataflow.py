@@ -252,7 +252,7 @@ def jaxpr_of(inner: Any) -> Jaxpr:
     return getattr(inner, "jaxpr", inner)
 
 
-def consts_of(inner: Any) -> Sequence:
+def consts_of(inner: object) -> Sequence:
     """Returns the constants of a closed jaxpr, or () for a jaxpr that is not closed."""
     return getattr(inner, "consts", ())
 

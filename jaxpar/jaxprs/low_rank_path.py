@@ -105,7 +105,7 @@ class _Rewriter:
         self.known |= {var: self.substitute(out) for var, out in zip(eqn.outvars, closed.jaxpr.outvars, strict=True)}
         return True
 
-    def needed(self, outs: Sequence[Any]) -> list[JaxprEqn]:
+    def needed(self, outs: Sequence[object]) -> list[JaxprEqn]:
         """Returns the equations, except for sums that no equation reads any more."""
         needed_eqns, reads = [], variables(outs)
         for eqn in reversed(self.eqns):

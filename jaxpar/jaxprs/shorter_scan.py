@@ -50,7 +50,7 @@ def shorten_scan(layers: Callable, count: int, name: str) -> Callable:
       JaxparError: At a call, if any equation other than a single scan over all layers reads the stack.
     """
 
-    def run(params: Any, x: Any) -> Any:
+    def run(params: object, x: object) -> Any:
         full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), params)
         traced = Traced(layers, full, x)
         leaves = jax.tree.leaves((params, x))
@@ -128,7 +128,7 @@ def _refusal(name: str, what: str):
     )
 
 
-def masked_layers(layers: Callable, params: Any, *args: Any) -> Callable | None:
+def masked_layers(layers: Callable, params: object, *args: Any) -> Callable | None:
     """Builds a function that maps (count, params, *args) to y through the first `count` layers of a stack.
 
     Args:

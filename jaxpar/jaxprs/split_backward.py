@@ -62,7 +62,7 @@ class Halves:
     backward_in_place: Callable | None = None
 
 
-def halves(stage: Callable, params: Any, inputs: Any, x: Any, *, split: bool, whole: bool = False) -> Halves:
+def halves(stage: Callable, params: object, inputs: object, x: object, *, split: bool, whole: bool = False) -> Halves:
     """Builds the forward and the backward functions of a stage.
 
     Args:
@@ -117,7 +117,7 @@ class _JointJaxpr:
     releases.
     """
 
-    def __init__(self, stage: Callable, params: Any, known: Any, x: Any, *, least: bool, whole: bool):
+    def __init__(self, stage: Callable, params: object, known: object, x: object, *, least: bool, whole: bool):
         y = jax.eval_shape(stage, params, known, x)
 
         def joint(params, known, x, g):

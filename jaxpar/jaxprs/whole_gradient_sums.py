@@ -48,7 +48,7 @@ def keep_accumulated_whole(function: Callable, axes: Collection[str], count: int
     return rewrite(function, lambda jaxpr: _keep_whole(jaxpr, jaxpr.outvars[:count], axes=frozenset(axes)))
 
 
-def _entries(jaxpr: Jaxpr, gradients: Sequence[Any], carry: Sequence[Any]) -> set[Any]:
+def _entries(jaxpr: Jaxpr, gradients: Sequence[object], carry: Sequence[object]) -> set[Any]:
     """Returns the variables whose entries are those of these gradients, or of terms of them."""
     found = variables(gradients)
     for eqn in reversed(jaxpr.eqns):
@@ -57,7 +57,7 @@ def _entries(jaxpr: Jaxpr, gradients: Sequence[Any], carry: Sequence[Any]) -> se
     return found
 
 
-def _keep_whole(jaxpr: Jaxpr, gradients: Sequence[Any], axes: frozenset[str], carry: Sequence[Any] = ()) -> Jaxpr:
+def _keep_whole(jaxpr: Jaxpr, gradients: Sequence[object], axes: frozenset[str], carry: Sequence[object] = ()) -> Jaxpr:
     """Rewrites a jaxpr and those inside of it.
 
     Args:
@@ -159,7 +159,7 @@ def _whole_sharding(sharding: NamedSharding, axes: frozenset[str]) -> NamedShard
     return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
-def _addends(carry: Any, out: Any, producers: Mapping[Any, JaxprEqn]) -> Iterator[JaxprEqn]:
+def _addends(carry: object, out: object, producers: Mapping[Any, JaxprEqn]) -> Iterator[JaxprEqn]:
     """Yields the equations that compute what the body of a loop adds to a carry from an array of as many entries."""
     if not _adds_to(carry, out, producers):
         return
@@ -187,7 +187,7 @@ def _is_accumulated(var: Any, producers: Mapping[Any, JaxprEqn]) -> bool:
     return any(_is_accumulated(operand, producers) for operand in operands)
 
 
-def _adds_to(carry: Any, out: Any, producers: Mapping[Any, JaxprEqn]) -> bool:
+def _adds_to(carry: object, out: object, producers: Mapping[Any, JaxprEqn]) -> bool:
     """Whether a result of the body of a loop is a carry and what is added to it.
 
     JAX adds so the gradient of what all iterations read.

@@ -330,7 +330,7 @@ def _check_noise(job: Job, layout: Layout) -> None:
         check_parts(layout, count, job.train.global_batch)
 
 
-def _leaf_bytes(layout: Layout, leaf: Any, spec: PartitionSpec) -> int:
+def _leaf_bytes(layout: Layout, leaf: object, spec: PartitionSpec) -> int:
     return shard_bytes(leaf, spec, layout.sizes)
 
 

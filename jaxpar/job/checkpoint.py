@@ -201,7 +201,7 @@ def _check_resume(job: Job, layout: Layout, folder: Path, steps: list[int]) -> i
     raise JaxparError(*damaged)
 
 
-def _save_orbax(folder: Path, tree: Any) -> None:
+def _save_orbax(folder: Path, tree: object) -> None:
     """Writes a tree of arrays as an Orbax checkpoint.
 
     Raises:

@@ -227,7 +227,7 @@ def command(path: str, file_overrides: Sequence[str], job: Job, planned_job: Job
     return shlex.join(["jaxpar", "train", path, *retained_words, *words])
 
 
-def _flatten(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten(table: Mapping[str, object], before: str = "") -> dict[str, Any]:
     """Flattens nested tables to dotted keys."""
     result: dict[str, Any] = {}
     for key, value in table.items():

@@ -54,7 +54,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
     return DisplayedPlan.from_plan(result, title=f"{step.layout.blueprint.name}: a plan", command=command)
 
 
-def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
+def _batch(batches: Sequence[object]) -> Mapping[str, Any]:
     """Returns the global batch as shapes and dtypes."""
     import jax
 

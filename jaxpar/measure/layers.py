@@ -90,7 +90,7 @@ class Pieces:
         shape = self.blueprint.leaves[path].shape
         return (1, *shape[1:]) if path in self.stacked else shape
 
-    def _called(self, params: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]]) -> Callable[[], Any]:
+    def _called(self, params: Mapping[str, object], known: tuple[Tree, Mapping[str, object]]) -> Callable[[], Any]:
         model_state, batch = known
         leaves = {
             path: params[path] if path in params else jnp.zeros(self._shape(path), leaf.dtype)
@@ -106,7 +106,7 @@ class Pieces:
         return lambda: self.loss(model, batch)
 
     @step_hooks()
-    def embed(self, shared: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]]) -> tuple[Any, tuple]:
+    def embed(self, shared: Mapping[str, object], known: tuple[Tree, Mapping[str, object]]) -> tuple[Any, tuple]:
         """Returns the input of the first layer, and the inputs that differ by layer."""
         found = call_at_layers(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
         if found is None:
@@ -118,7 +118,7 @@ class Pieces:
         return found
 
     @step_hooks()
-    def block(self, one: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]], mine: tuple, x: Any) -> Any:
+    def block(self, one: Mapping[str, object], known: tuple[Tree, Mapping[str, object]], mine: tuple, x: object) -> Any:
         """Applies one layer to x."""
 
         def run(one, x):
@@ -127,7 +127,7 @@ class Pieces:
         return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
 
     @step_hooks()
-    def head(self, shared: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]], y: Any) -> jax.Array:
+    def head(self, shared: Mapping[str, object], known: tuple[Tree, Mapping[str, object]], y: object) -> jax.Array:
         """Returns the loss for the output of the last layer."""
         with intercept_layers(lambda layers, x, per_layer: y):
             return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]
@@ -200,7 +200,7 @@ def measure(model: object, loss: Callable, batch: Mapping[str, Any], numerics: N
     return Profile(tuple(nodes), tuple(pairwise(names)))
 
 
-def counted(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
+def counted(model: object, loss: Callable, batch: Mapping[str, object], numerics: Numerics) -> list[WorkDepth]:
     """Returns the work and depth of each layer in a forward pass, in the order of `measure`; nothing is run."""
     pieces = Pieces.from_model(model, loss, numerics)
     before, block, head = _functions(pieces)

@@ -80,7 +80,7 @@ def where() -> dict[str, Any]:
     }
 
 
-def once(build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int) -> float:
+def once(build: Callable[[int], Callable[[Any], Any]], x: object, *, rounds: int) -> float:
     """Times one repeat of an operation: the difference of two programs, so that the time of a call cancels.
 
     Args:
@@ -193,7 +193,7 @@ class Destination:
             )
         return self.chip
 
-    def write(self, name: str, table: Mapping[str, Any]) -> None:
+    def write(self, name: str, table: Mapping[str, object]) -> None:
         """Writes a table into the file, if there is a path; of several processes, only the first writes."""
         if self.path is not None and jax.process_index() == 0:
             write_table(self.path, name, table, chip=self.known_chip())

@@ -92,7 +92,7 @@ def compile_with(lowered: Any, compiler_options: Mapping[str, Any]) -> Any:
             del options[name]
 
 
-def compile_for_lines(lowered: Any, program: Any, compiler_options: Mapping[str, Any]) -> Any:
+def compile_for_lines(lowered: object, program: object, compiler_options: Mapping[str, object]) -> Any:
     """Returns a compiled program whose instructions have the source lines of this lowering.
 
     A program from JAX's persistent cache has the source lines of its first compilation: of an older file, or of another

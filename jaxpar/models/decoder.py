@@ -134,7 +134,7 @@ class Decoder(nnx.Module):
         stream = self._run_mixtures(stream, keys) if s.experts.count else self._run_stack(stream, keys)
         return self._final_norm(get_activations(stream), looped=s.scan)
 
-    def _run_stack(self, stream: Any, inputs: Any) -> Any:
+    def _run_stack(self, stream: object, inputs: object) -> Any:
         return run_stack(self.blocks, stream, inputs, policy=self.remat, scan=self.settings.scan, kinds=self.kinds)
 
     def _run_mixtures(self, stream: Any, keys: jax.Array | None) -> dict:

@@ -65,11 +65,13 @@ class LayerOrder:
     def _has_experts(self, place: int) -> bool:
         return place % self.every == self.every - 1
 
-    def period(self, kinds: Sequence[Any]) -> int:
+    def period(self, kinds: Sequence[object]) -> int:
         """Layers until both the kind of attention and the place in a group repeat."""
         return math.lcm(self.every, len(kinds))
 
-    def alternate(self, dense: Callable[[Any], Run], experts: Callable[[Any], Run], kinds: Sequence[Any]) -> list[Run]:
+    def alternate(
+        self, dense: Callable[[Any], Run], experts: Callable[[Any], Run], kinds: Sequence[object]
+    ) -> list[Run]:
         """Returns the functions of the layers of one period, from the first group on."""
         return [
             (experts if self._has_experts(i) else dense)(kinds[(self.first + i) % len(kinds)])
@@ -177,7 +179,7 @@ def _expert_layer(graph: Any, kind: LayerKind, stream: dict, params_and_inputs: 
     return block.run_stream(stream, inputs, kind)
 
 
-def _run_groups(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: int, loops: int) -> Any:
+def _run_groups(runs: Sequence[Run], carry: object, parts: tuple[Any, Any], every: int, loops: int) -> Any:
     """Runs layers in order: `loops` periods in a loop, and those that are left over.
 
     Args:
@@ -205,7 +207,7 @@ def _fold_leaf(loops: int, size: int, leaf: jax.Array) -> jax.Array:
     return looped.reshape(loops, size, *leaf.shape[1:])
 
 
-def _run_layers(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: int, numbers: range) -> Any:
+def _run_layers(runs: Sequence[Run], carry: object, parts: tuple[Any, Any], every: int, numbers: range) -> Any:
     for i in numbers:
         group, place = divmod(i, every)
         row = group if place == every - 1 else i - group
@@ -214,7 +216,7 @@ def _run_layers(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: 
     return carry
 
 
-def _count(part: Any) -> int:
+def _count(part: object) -> int:
     leaves = jax.tree.leaves(part)
     return leaves[0].shape[0] if leaves else 0
 
@@ -223,7 +225,7 @@ def _count_layers(parts: tuple[Any, Any]) -> int:
     return _count(parts[0]) + _count(parts[1])
 
 
-def _count_loops(experts: Any, every: int, period: int) -> int:
+def _count_loops(experts: object, every: int, period: int) -> int:
     return _count(experts) * every // period
 
 

@@ -29,7 +29,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
 
 
 def run_cached(
-    blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.Array, *, kinds: Sequence[Any]
+    blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.Array, *, kinds: Sequence[object]
 ) -> tuple[jax.Array, KVCache]:
     """Applies all blocks of a stack with a KV cache. Returns the output and the updated cache.
 
@@ -66,12 +66,12 @@ def cached_layer(
 
 def run_stack(
     blocks: nnx.Module,
-    stream: Any,
-    inputs: Any,
+    stream: object,
+    inputs: object,
     *,
     policy: str,
     scan: bool,
-    kinds: Sequence[Any],
+    kinds: Sequence[object],
 ) -> Any:
     """Applies all blocks of a stack to a stream.
 
@@ -107,7 +107,7 @@ def run_stack(
     return pipelined(layers, stream, inputs)
 
 
-def _scan_by_kind(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any) -> Any:
+def _scan_by_kind(runs: Sequence[Callable[..., Any]], carry: object, stacked: object) -> Any:
     """Runs one function of `runs` after the other on the leading dim of `stacked`, by a loop over groups of them.
 
     Layers that are left over, as the last 2 of Gemma 3's 26, follow the loop.
@@ -130,13 +130,13 @@ def _group_leaf(leaf: jax.Array, looped: int, period: int) -> jax.Array:
     return first.reshape(looped // period, period, *leaf.shape[1:])
 
 
-def _run_unrolled(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any, numbers: range) -> Any:
+def _run_unrolled(runs: Sequence[Callable[..., Any]], carry: object, stacked: object, numbers: range) -> Any:
     for i in numbers:
         carry = runs[i % len(runs)](carry, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
     return carry
 
 
-def _count(stacked: Any) -> int:
+def _count(stacked: object) -> int:
     return jax.tree.leaves(stacked)[0].shape[0]
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 _as_computed: ContextVar[bool] = ContextVar("as_computed", default=False)
 
 
-def cast_output(out: Any) -> Any:
+def cast_output(out: object) -> Any:
     """Casts 16-bit floating-point arrays of a model's output to float32, for its loss."""
     return out if _as_computed.get() else jax.tree.map(lambda x: x.astype(jnp.float32) if _is_short(x) else x, out)
 

@@ -22,14 +22,14 @@ class SequentialLayers:
 
     layers: tuple[Callable[..., Any], ...]
 
-    def __call__(self, x: Any, *per_layer: Any) -> Any:
+    def __call__(self, x: object, *per_layer: Any) -> Any:
         """Applies all layers to x."""
         for i, layer in enumerate(self.layers):
             x = layer(x, *jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
         return x
 
 
-def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer: Any) -> Any:
+def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: object, *per_layer: Any) -> Any:
     """Applies all layers to x; a pipeline splits this call into stages.
 
     A model makes this call once, around its equal layers. Operations before it run on the first stage, operations after
@@ -65,7 +65,7 @@ def is_intercepted() -> bool:
 
 
 class _StopTrace(BaseException):  # not an error: stops the trace of the model at its layers
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
 

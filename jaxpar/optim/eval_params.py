@@ -122,12 +122,12 @@ def _copy(name: str, paths: frozenset[str]) -> tuple[str, EvalSource] | None:
     return None
 
 
-def eval_arrays(optimizer: Any) -> dict[str, Any]:
+def eval_arrays(optimizer: object) -> dict[str, Any]:
     """Selects the arrays of an optimizer's state that define the parameters to evaluate; most optimizers have none."""
     return eval_arrays_reader(optimizer)(optimizer)
 
 
-def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
+def eval_arrays_reader(optimizer: object) -> Callable[[Any], dict[str, Any]]:
     """Builds a faster `eval_arrays` for one structure of state: it looks for the paths only once.
 
     Args:
@@ -138,7 +138,7 @@ def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
     numbers = {path: number for number, path in enumerate(names) if path in needed_paths}
     tree = jax.tree.structure(optimizer)
 
-    def read_arrays(state: Any) -> dict[str, Any]:
+    def read_arrays(state: Tree) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(state)
         if structure != tree:  # state of another chain: the caller raises an error
             return eval_arrays(state)
@@ -187,7 +187,7 @@ def ema_params(decay: float) -> optax.GradientTransformation:
         mean = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
         return EmaParamsState(ema_count=jnp.zeros((), jnp.int32), ema_params=mean)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Any]:
         if params is None:
             raise refuse("ema_params without parameters", rule="it averages them", fix="update(updates, state, params)")
         count = jnp.asarray(optax.safe_increment(state.ema_count))
@@ -203,7 +203,7 @@ def ema_params(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _by_path(tree: Tree) -> dict[str, Any]:
     return {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 

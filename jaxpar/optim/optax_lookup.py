@@ -63,7 +63,7 @@ def schedules() -> dict[str, Callable]:
     return {name: function for name, function in _functions(vars(optax.schedules)).items() if _highest(function)}
 
 
-def _functions(namespace: Mapping[str, Any]) -> dict[str, Callable]:
+def _functions(namespace: Mapping[str, object]) -> dict[str, Callable]:
     return {
         name: fn for name, fn in namespace.items() if inspect.isfunction(fn) and not name.startswith(("_", "scale_by"))
     }
@@ -139,7 +139,7 @@ def signature(name: str, function: Callable) -> str:
 
 
 def call_checked(
-    name: str, function: Callable, arguments: Mapping[str, Any], provided: Mapping[str, Any], *, key: str
+    name: str, function: Callable, arguments: Mapping[str, object], provided: Mapping[str, object], *, key: str
 ) -> Any:
     """Calls a function with checked arguments.
 
@@ -185,7 +185,7 @@ def _step_keys(value: Any) -> Any:
     return {int(key): entry for key, entry in value.items()} if steps else value
 
 
-def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params: Any) -> Any:
+def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params: object) -> Any:
     """Traces a chain with gradients, parameters and the loss; returns its state as shapes.
 
     Args:
@@ -214,7 +214,7 @@ def update_with_loss(
     return update(optimizer, gradients, state, params, loss)
 
 
-def needs_loss(optimizer: optax.GradientTransformation, params: Any = SMALL) -> bool:
+def needs_loss(optimizer: optax.GradientTransformation, params: object = SMALL) -> bool:
     """Whether the updates of a valid chain depend on the loss."""
     state = jax.eval_shape(optimizer.init, params)
     closed = jax.make_jaxpr(partial(update_with_loss, optimizer))(params, state, params, LOSS)

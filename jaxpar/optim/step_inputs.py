@@ -153,7 +153,7 @@ def explain_missing_arguments() -> Iterator[None]:
         ) from error
 
 
-def rate_follows_steps(state: Any) -> bool:
+def rate_follows_steps(state: object) -> bool:
     """Whether the learning rate of a chain depends only on the step.
 
     Args:

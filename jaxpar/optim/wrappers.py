@@ -144,7 +144,7 @@ def advance_schedules(state: optax.OptState) -> Any:
     return _map_counts(one, state)
 
 
-def has_schedules(state: Any) -> bool:
+def has_schedules(state: object) -> bool:
     """Whether the state of a chain, or its shapes, contains schedules that can be paused."""
     is_counted = lambda node: isinstance(node, _COUNTS)  # noqa: E731
     return any(map(is_counted, jax.tree.leaves(state, is_leaf=is_counted)))
@@ -225,7 +225,7 @@ def per_layer(
 
 def _update(
     inner: optax.GradientTransformationExtraArgs,
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
     grads: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
@@ -239,7 +239,7 @@ def _vmap(function: Callable, depth: int) -> Callable:
     return function
 
 
-def _labels(tree: Any, names: Callable[[], Names]) -> Any:
+def _labels(tree: object, names: Callable[[], Names]) -> Any:
     """Labels each array with the sizes of its stacks, or "one"; one `vmap` updates all arrays with the same label."""
     counts = stack_dims(names())
 
@@ -250,7 +250,7 @@ def _labels(tree: Any, names: Callable[[], Names]) -> Any:
     return jax.tree_util.tree_map_with_path(label, tree)
 
 
-def _groups(tree: Any, names: Callable[[], Names]) -> list[tuple[str, int, Any]]:
+def _groups(tree: object, names: Callable[[], Names]) -> list[tuple[str, int, Any]]:
     """Returns (label, number of stack dims, tree of the arrays with this label) for each label."""
     labels = _labels(tree, names)
     groups = []
@@ -260,7 +260,7 @@ def _groups(tree: Any, names: Callable[[], Names]) -> list[tuple[str, int, Any]]
     return groups
 
 
-def _join(tree: Any, parts: Mapping[str, Any], names: Callable[[], Names]) -> Any:
+def _join(tree: object, parts: Mapping[str, object], names: Callable[[], Names]) -> Any:
     """Returns a tree like `tree` that takes each array from the tree of its label."""
     labels, structure = jax.tree.flatten(_labels(tree, names))
     leaves = {label: iter(jax.tree.leaves(part)) for label, part in parts.items()}

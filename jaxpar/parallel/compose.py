@@ -74,7 +74,7 @@ def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
     """
     blueprint, call = as_blueprint(factory), _example_call(args, kwargs)
 
-    def call_with_example(model: Any) -> None:
+    def call_with_example(model: object) -> None:
         with user_code_errors(
             blueprint.name,
             rule="an NNX model can be called with its example of inputs",

@@ -110,7 +110,7 @@ class Piece:
 
 
 def find_piece(
-    dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]
+    dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, object]
 ) -> Piece | None:
     """Returns the pieces along a dim; None, after a note to the user, if there are fewer rows than devices."""
     return split_by_window(find_window(dim, images, kernel, params), dim, axes)

@@ -59,7 +59,7 @@ class ScheduleTraits:
     forwards_first: Any
 
 
-def schedule_traits(names: Any) -> ScheduleTraits:
+def schedule_traits(names: object) -> ScheduleTraits:
     """Returns the traits of schedules of the library, by their names."""
     names = np.asarray(names)
     phased, split, forwards_first = (np.zeros(names.shape, bool) for _ in range(3))

@@ -72,6 +72,6 @@ class Causes(Mapping[str, Any]):
         """Multiplies every cause by a factor."""
         return self if factor == 1 else type(self)(**{cause: factor * value for cause, value in self.items()})
 
-    def plus(self, more: Mapping[str, Any]) -> Self:
+    def plus(self, more: Mapping[str, object]) -> Self:
         """Returns the sum of both for each cause; causes that only `more` has come last."""
         return type(self)(**{cause: self.get(cause, 0.0) + more.get(cause, 0.0) for cause in {**self, **more}})

@@ -72,7 +72,7 @@ def _split_batch(trace: ModelTrace, candidate: Candidate) -> Any:
     return 2 * sum(amount * np.power(np.asarray(rows, float), power) for power, amount in enumerate(batch))
 
 
-def _peak(trace: ModelTrace, candidate: Candidate, *, copies: Any, gradients: Any) -> dict[str, Any]:
+def _peak(trace: ModelTrace, candidate: Candidate, *, copies: object, gradients: object) -> dict[str, Any]:
     """Returns the live bytes at the fullest moment of the loss and its gradients, by class.
 
     Args:

@@ -71,7 +71,7 @@ def supports(stages: StageTrace, candidate: Candidate) -> np.ndarray:
     return np.logical_and.reduce(np.broadcast_arrays(legal, *others))
 
 
-def storage(amounts: Mapping[tuple[int, int], int], pipe: Any, fsdp: Any) -> Any:
+def storage(amounts: Mapping[tuple[int, int], int], pipe: object, fsdp: object) -> Any:
     """Returns the amount that a device stores between steps, by the sizes of `pipe` and `fsdp`."""
     return per_row(lambda *sizes: {"amount": amounts[sizes]}, pipe, fsdp)["amount"]
 

@@ -40,7 +40,7 @@ class Parameters(dict):
     are computed from the shards as stored, and gathered where a layer reads them.
     """
 
-    def __init__(self, stored: dict[str, Any], use: Use, inside: str = ""):
+    def __init__(self, stored: Mapping[str, object], use: Use, inside: str = ""):
         """Wraps stored parameters.
 
         Args:
@@ -238,6 +238,6 @@ def _sow(before: Callable) -> Callable:
     return sow
 
 
-def _shapes(tree: Any) -> tuple:
+def _shapes(tree: object) -> tuple:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [getattr(leaf, "shape", ()) for leaf in leaves]

@@ -212,7 +212,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
 
 
 def _written_specs(
-    make_variables: Callable[[jax.Array], dict[str, Any]], boxed: Mapping[str, Any]
+    make_variables: Callable[[jax.Array], dict[str, Any]], boxed: Mapping[str, object]
 ) -> dict[str, Spec | None]:
     specs = value_specs(lambda key: unbox(make_variables(key)).get("params", {}), jax.random.key(0))
     paths = (path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(unbox(boxed.get("params", {}))))

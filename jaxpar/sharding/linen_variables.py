@@ -183,7 +183,7 @@ def unbox(tree):
     )
 
 
-def _sown_annotations(boxed: Mapping[str, Any]) -> tuple[dict[str, dict[str, tuple]], list[str]]:
+def _sown_annotations(boxed: Mapping[str, object]) -> tuple[dict[str, dict[str, tuple]], list[str]]:
     """Collects the dim names that `flax.linen.partitioning` sows: {collection: {path: names}}, and their collections.
 
     It sows the names of `params` into the collection `params_axes`, as in T5X's models, and likewise for others. Such a
@@ -244,7 +244,7 @@ def _leaves(
 
 
 @contextmanager
-def lock_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+def lock_collections(module: nn.Module, state: Mapping[str, object]) -> Iterator[None]:
     """Refuses a variable in a collection that init does not create: Flax cannot return it from a call."""
     try:
         yield
@@ -255,7 +255,7 @@ def lock_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[No
         raise _late_variable_error(module, f"a variable of the collection {collection[1]}") from error
 
 
-def check_variables(module: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def check_variables(module: nn.Module, before: Mapping[str, object], after: Mapping[str, object]) -> None:
     """Refuses variables that a call created.
 
     Args:

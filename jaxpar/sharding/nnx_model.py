@@ -328,7 +328,7 @@ def _leaf(path, variable, flat: tuple[int, ...], spec: Spec | None) -> Leaf:
     return Leaf(tuple(value.shape), value.dtype, fit_rank(names), constant=not is_variable, axes=fit_rank(axes))
 
 
-def metadata_names(path: str, metadata: Mapping[str, Any]) -> tuple | None:
+def metadata_names(path: str, metadata: Mapping[str, object]) -> tuple | None:
     """Returns the names of a parameter's dims in the metadata of an NNX variable; None if it has none.
 
     Raises:

@@ -118,7 +118,7 @@ def _with_copies(copied: Sequence[str], params: Tree) -> Tree:
 
 
 def _bind_reference(
-    blueprint: Blueprint, copied: frozenset[str], params: Mapping[str, Any], rest: Tree, use: Use, compute: Compute
+    blueprint: Blueprint, copied: frozenset[str], params: Mapping[str, object], rest: Tree, use: Use, compute: Compute
 ) -> Any:
     """Binds the reference: the copies, the parameters that it shares, and no correction by adapters."""
     flat = {path: jax.lax.stop_gradient(value) for path, value in by_path(params).items()}

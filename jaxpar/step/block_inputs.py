@@ -41,7 +41,7 @@ def offload_block_inputs(function: Callable, model: str) -> Callable:
       JaxparError: When called, if no scan runs over stacked parameters.
     """
 
-    def run(params: Any, *args: Any) -> Any:
+    def run(params: object, *args: Any) -> Any:
         traced = Traced(function, params, *args)
         jaxpr = traced.closed.jaxpr
         rewritten, count = _rewrite_scans(jaxpr, set(jaxpr.invars[: len(jax.tree.leaves(params))]))

@@ -147,7 +147,7 @@ def count_reads(forward: Callable, params: Tree, *inputs: Any, dtype: DTypeLike)
     return {path_of(key): Reads(counts[var, True], counts[var, False]) for key, var in keys}
 
 
-def _count(jaxpr: Jaxpr, outs: Iterable, dtype: Any) -> Counter[tuple[Var, bool]]:
+def _count(jaxpr: Jaxpr, outs: Iterable, dtype: DTypeLike) -> Counter[tuple[Var, bool]]:
     """Counts reads of (variable, whether it is a cast to `dtype`) in the equations that these outputs depend on."""
     counts: Counter = Counter((var, False) for var in variables(outs))
     eqns, live = needed_equations(jaxpr.eqns, outs)

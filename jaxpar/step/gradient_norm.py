@@ -158,7 +158,7 @@ class Values:
     def _literal(self, literal: Literal) -> int | None:
         return self._number(("literal", str(literal.aval), str(literal.val)))
 
-    def _note(self, found: dict[Any, int], var: Any, key: Hashable) -> None:
+    def _note(self, found: dict[Any, int], var: object, key: Hashable) -> None:
         if (number := self._number(key)) is not None:
             found[var] = number
 

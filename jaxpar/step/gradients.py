@@ -64,7 +64,7 @@ class Gradients(Protocol):
         ...
 
     def update(
-        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Tree], Tree]
     ) -> tuple[State, dict[str, jax.Array]]:
         """Runs a step: one update by the gradients of the whole batch (`apply_gradients`), or several updates.
 
@@ -105,7 +105,7 @@ def apply_gradients(
     optimizer: optax.GradientTransformation,
     state: State,
     results: tuple[Tree, Sums, Tree],
-    on_device: Callable[[Any], Any],
+    on_device: Callable[[Tree], Tree],
 ) -> tuple[State, dict[str, jax.Array]]:
     """Applies the results of `Gradients.gradients`; returns the new state and the metrics."""
     gradients, sums, model_state = results

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import jax
 import optax
@@ -18,7 +17,7 @@ def init_state(
     *,
     seed: int = 0,
     offload: bool = False,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, object] | None = None,
 ) -> State:
     """Initializes the state at step 0, each array on the devices that store it.
 

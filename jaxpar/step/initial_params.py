@@ -18,7 +18,7 @@ from jaxpar.sharding.names import Leaf, path_of
 from jaxpar.step.state import State, abstract, shardings, state_from_params
 
 
-def flat_params(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat_params(params: Mapping[str, object], above: str = "") -> dict[str, Any]:
     """Flattens a nested dict of parameters to paths (`a/b`); None stays a leaf.
 
     Raises:
@@ -38,7 +38,7 @@ def flat_params(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def split_params(layout: Layout, params: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def split_params(layout: Layout, params: Mapping[str, object]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Splits `params` of `jp.init_state`: the given ones by path, and the paths to initialize (adapters too)."""
     flat, leaves = flat_params(params), checkpoint_leaves(layout.blueprint)
     fresh = [path for path, value in flat.items() if value is None and path in leaves]
@@ -50,7 +50,7 @@ def split_params(layout: Layout, params: Mapping[str, Any]) -> tuple[dict[str, A
 def start_from_params(
     layout: Layout,
     optimizer: optax.GradientTransformation,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     *,
     fresh: Collection[str] = (),
     seed: int = 0,
@@ -114,7 +114,7 @@ def _place_param(read: Callable, leaf: Leaf, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, sharding, read_part)
 
 
-def _differences(layout: Layout, params: Mapping[str, Any], fresh: Collection[str]) -> list[Problem]:
+def _differences(layout: Layout, params: Mapping[str, object], fresh: Collection[str]) -> list[Problem]:
     shapes = {path: leaf.shape for path, leaf in checkpoint_leaves(layout.blueprint).items() if path not in fresh}
     found = shape_differences(params, shapes, owner="the model")
     rule = "training begins with all parameters of the model"

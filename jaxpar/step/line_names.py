@@ -43,7 +43,7 @@ def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None
       JaxparError: At a call, if a key matches no array.
     """
 
-    def run(params: Any, *others: Any) -> Any:
+    def run(params: object, *others: Any) -> Any:
         naming = _LineNamer(activations)
         learned = len(jax.tree.leaves(params))
         result = rewrite(function, lambda jaxpr: naming.jaxpr(jaxpr, _argument_origins(jaxpr, learned), None)[0])(
@@ -149,7 +149,7 @@ class _LineNamer:
         return eqn, made[0] if len(made) == 1 and len(made[0]) == len(results) else results
 
 
-def _origin(var: Any, origins: Origins) -> int:
+def _origin(var: object, origins: Origins) -> int:
     return _CONSTANT if isinstance(var, Literal) else origins.get(var, _CONSTANT)
 
 

@@ -102,7 +102,7 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
     if not (copy or averages or exchange.per_replica or blueprint.base):
         return state.params, state.model_state
 
-    def run(params: Tree, model_state: Tree, averages: Any, exchange_state: Tree) -> tuple[Tree, Tree]:
+    def run(params: Tree, model_state: Tree, averages: Tree, exchange_state: Tree) -> tuple[Tree, Tree]:
         params = eval_params(averages, params)
         if replica is not None:
             params, model_state = jax.tree.map(lambda x: x[replica], (params, model_state))

@@ -76,6 +76,6 @@ class Numerics:
         _ = self.matmuls  # refuses an invalid precision
 
 
-def are_finite(params: Any) -> jax.Array:
+def are_finite(params: object) -> jax.Array:
     """Whether all numbers of all arrays are finite. Shape [], bool."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()

@@ -121,7 +121,7 @@ def answer_log_probs(
     return -jnp.sum(cross_entropy(logits, labels) * weights, axis=-1)
 
 
-def trace_answers(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
+def trace_answers(model: object, batch: Mapping[str, jax.Array]) -> Sums:
     """Calls a model without a reference on both answers of a batch, to trace the use of its parameters."""
     total = jnp.sum(answer_log_probs(model, *(_pair_rows(batch, name) for name in ARRAYS)))
     return {"loss": (-total, jnp.float32(1.0))}

@@ -43,7 +43,7 @@ class BatchPlacement:
         check_lists(batch)
         return self._check_first_dims({name: self._put(name, value) for name, value in batch.items()})
 
-    def shapes(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shapes(self, batch: Mapping[str, object]) -> dict[str, Any]:
         """Returns the shapes and the future shardings of the arrays of a batch.
 
         Raises:

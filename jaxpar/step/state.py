@@ -64,7 +64,7 @@ class State:
         return eval_params(eval_arrays_on_device(self.optimizer), self.params)
 
 
-def eval_arrays_on_device(optimizer: Any) -> dict[str, Any]:
+def eval_arrays_on_device(optimizer: object) -> dict[str, Any]:
     """Selects the arrays of an optimizer's state that define the parameters to evaluate; moves offloaded ones."""
     return jax.tree.map(_move_to_device, eval_arrays(optimizer))
 

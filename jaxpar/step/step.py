@@ -77,7 +77,7 @@ def optimizer_loader(shardings: State, *, offload: bool) -> Callable[..., Any]:
     The shardings default to those of the whole optimizer state. Without `offload` the function is the identity.
     """
 
-    def load(optimizer: Any, placed: Any = None) -> Any:
+    def load(optimizer: object, placed: object = None) -> Any:
         if not offload:
             return optimizer
         placed = shardings.optimizer if placed is None else placed
@@ -123,7 +123,7 @@ def evaluation_program(gradients: Gradients, shardings: State, load: Callable[..
     None), and the state of the exchange.
     """
 
-    def measure(params: Tree, model_state: Tree, batch: Batch, averages: Any = None, exchange: Tree = ()) -> Sums:
+    def measure(params: Tree, model_state: Tree, batch: Batch, averages: Tree = None, exchange: Tree = ()) -> Sums:
         if averages is not None:
             averaged = eval_params(load(averages, eval_arrays(shardings.optimizer)), params)
             params = jax.lax.with_sharding_constraint(averaged, shardings.params)  # computed where they are stored
@@ -368,7 +368,7 @@ class Step:
         self.unfinished.add(result)
         return result
 
-    def _run(self, key: Any, state: State, arguments: Callable[[State], tuple]) -> Any:
+    def _run(self, key: object, state: State, arguments: Callable[[State], tuple]) -> Any:
         try:
             return self.programs[key](*arguments(state))
         except (TypeError, ValueError, RuntimeError) as error:

@@ -75,7 +75,9 @@ class Unpipelined(Gradients):
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, abstract_params(self.layout))
         return gradients, sums, after
 
-    def _uncast_gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+    def _uncast_gradients(
+        self, params: Tree, model_state: Tree, batch: Mapping[str, object]
+    ) -> tuple[Tree, Sums, Tree]:
         """Returns the same as `gradients`, but gradients that a cast from 16 bits ends are not cast."""
         gradients, sums, after = self._trained(params, model_state, batch)
         return zero_frozen(self.frozen, self.layout, gradients), sums, after
@@ -135,7 +137,9 @@ class Unpipelined(Gradients):
             )
         return apply_gradients(self.layout, optimizer, state, results, on_device)
 
-    def _params_after_call(self, assigned: Callable, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Tree:
+    def _params_after_call(
+        self, assigned: Callable, params: Tree, model_state: Tree, batch: Mapping[str, object]
+    ) -> Tree:
         """Returns the stored parameters after a forward pass, which assigns some of them.
 
         It runs only the equations of the assigned values.
@@ -164,14 +168,14 @@ class Unpipelined(Gradients):
         params = self._gathered(params, model_state, batch, train=False)
         return self._forward(params, model_state, batch, train=False)[0]
 
-    def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
+    def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, object], *, train: bool) -> Tree:
         """Gathers the parameters once per step in ZeRO stages 1 and 2; else returns them unchanged."""
         if self.layout.parallel.stage not in (1, 2):
             return params
         forward = partial(self._forward, train=train)
         return gather_params(self.layout, params, forward, model_state, batch, dtype=self.numerics.dtype)
 
-    def _uncast(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], train: bool) -> Set[str]:
+    def _uncast(self, params: Tree, model_state: Tree, batch: Mapping[str, object], train: bool) -> Set[str]:
         """Paths of parameters that the loss also reads uncast, e.g. for a penalty; ZeRO-3 would gather them cast."""
         if self.numerics.dtype is None or self.layout.parallel.stage != 3:
             return frozenset()
@@ -180,7 +184,7 @@ class Unpipelined(Gradients):
         return {path for path, use in uses.items() if use.other_reads}
 
     def _forward(
-        self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool, together: bool = True
+        self, params: Tree, model_state: Tree, batch: Mapping[str, object], *, train: bool, together: bool = True
     ) -> tuple[Sums, Tree]:
         compute = Compute(train=train, dtype=self.numerics.dtype, remat=model_policy(self.numerics.remat))
         blueprint = self.layout.blueprint
@@ -192,7 +196,7 @@ class Unpipelined(Gradients):
 
         uncast = self._uncast(params, model_state, batch, train) if together else frozenset()
 
-        def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Sums, Tree]:
+        def run(params: Tree, model_state: Tree, batch: Mapping[str, object]) -> tuple[Sums, Tree]:
             params = gather_small_stacks(self.layout, params, compute.dtype, uncast) if together else params
             model = blueprint.bind(params, model_state, use, compute)
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)

@@ -71,7 +71,7 @@ class Faults:
             )
 
 
-def learns_nothing(values: Mapping[str, Any]) -> bool:
+def learns_nothing(values: Mapping[str, object]) -> bool:
     """Returns whether the batch of a step has no counted example: its loss is 0/0 (NaN) and its gradient zero."""
     return values.get("tokens") == 0 and values["grad_norm"] == 0
 

@@ -220,7 +220,7 @@ class Reader:
         if self._pool is not None:  # after a rollback a new Reader reads: wait for reads in progress
             self._pool.shutdown(wait=kind is not None and issubclass(kind, JaxparError), cancel_futures=True)
 
-    def batch(self, step: int, before: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], float]:
+    def batch(self, step: int, before: Mapping[str, object] | None) -> tuple[Mapping[str, Any], float]:
         """Returns the batch of a step, and the seconds that the devices waited for it.
 
         The seconds are the host's waiting time if the step before has finished by then, otherwise 0. They are an upper

@@ -52,7 +52,7 @@ class Race:
 
 def race(
     step: Step,
-    examples: Callable[[int], Mapping[str, Any]],
+    examples: Callable[[int], Mapping[str, object]],
     *,
     workers: int,
     updates: int,
@@ -111,7 +111,7 @@ def race(
 class _SharedParameters:
     """The parameters as numpy arrays, which all threads read and write."""
 
-    def __init__(self, params: Any):
+    def __init__(self, params: object):
         leaves, self.structure = flatten_by_path(params)
         self.arrays = {path: np.array(leaf) for path, leaf in leaves.items()}
         self.shardings = {path: leaf.sharding for path, leaf in leaves.items()}
@@ -122,7 +122,7 @@ class _SharedParameters:
         copies = [jax.device_put(array.copy(), self.shardings[path]) for path, array in self.arrays.items()]
         return self.structure.unflatten(copies)
 
-    def write(self, gradients: Any, rate: float) -> float:
+    def write(self, gradients: object, rate: float) -> float:
         """Subtracts rate * gradients in place; returns the fraction of all elements that it wrote."""
         leaves = {path: np.asarray(leaf) for path, leaf in flatten_by_path(gradients)[0].items()}
         return sum(_write(self.arrays[path], leaf, rate) for path, leaf in leaves.items()) / self.size

@@ -78,7 +78,7 @@ class Incomplete:
           The sums and counts, and whether the batch was incomplete; None after the last batch.
         """
 
-        def sums(batch: Mapping[str, Any]) -> Totals:
+        def sums(batch: Mapping[str, object]) -> Totals:
             found = jax.device_get(evaluate(batch))
             return {name: (float(total), float(count)) for name, (total, count) in found.items()}
 

@@ -147,7 +147,7 @@ class _RowsInFlight:
     def newest_in_flight(self) -> Any:
         return self._flying[-1][1] if self._flying else None
 
-    def add(self, step: int, metrics: Any, waited: float) -> None:
+    def add(self, step: int, metrics: object, waited: float) -> None:
         self._flying.append((step, metrics, waited))
 
     def land(self, *, leave: int = 0, shows: bool = False, evaluating: bool = False) -> None:

@@ -38,7 +38,7 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
     return explain(subject, layout, numerics, causes, error, rows=rows)
 
 
-def _compiled_bytes(step: Step, batch: Mapping[str, Any]) -> dict[str, int]:
+def _compiled_bytes(step: Step, batch: Mapping[str, object]) -> dict[str, int]:
     """Returns the bytes by cause of the compiled step; {} if it cannot be compiled in the memory that is left."""
     from jaxpar.inspector.report import inspect  # most runs do not need the inspector
 

@@ -70,7 +70,7 @@ class Log:
         *,
         start: int,
         writes: bool = True,
-        loggers: Sequence[Any] = (),
+        loggers: Sequence[object] = (),
         run: LoggedRun | None = None,
         say: Callable[[str], None] = _warn,
     ):
@@ -135,7 +135,7 @@ class Log:
         self._write()
         self._draw(self._row)
 
-    def amend(self, more: Mapping[str, Any], *, step: int) -> None:
+    def amend(self, more: Mapping[str, object], *, step: int) -> None:
         """Adds metrics to the last row, that of `step`. One write replaces the row, so a kill cannot truncate it."""
         if is_evaluated(more):  # a step evaluated a second time after a resume counts once for train.patience
             before = [row for row in self.evaluated if row["step"] != step]
@@ -182,7 +182,7 @@ class Log:
             self._begin = self._end - len(lines[-1]) if lines else self._begin
             self._rows.clear()
 
-    def _draw(self, row: Mapping[str, Any]) -> None:
+    def _draw(self, row: Mapping[str, object]) -> None:
         if values := {key: value for key, value in row.items() if key != "step" and value is not None}:
             self._loggers.log(self._row["step"], values)
 
@@ -201,15 +201,15 @@ def _lines(path: Path) -> list[str]:
     return [line for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(row: Mapping[str, object]) -> dict[str, Any]:
     """Replaces NaN and infinity by None (null in JSON)."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, object]) -> str:
     return json.dumps(row) + "\n"
 
 
-def is_evaluated(row: Mapping[str, Any]) -> bool:
+def is_evaluated(row: Mapping[str, object]) -> bool:
     """Returns whether a row contains evaluation metrics."""
     return any(name.startswith("eval_") for name in row)

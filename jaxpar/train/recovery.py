@@ -13,7 +13,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import jax
 
@@ -87,7 +86,7 @@ def _suggest_older_checkpoint(bad: BadStep, step: int) -> BadStep:
 _are_finite = jax.jit(are_finite)
 
 
-def check_before_save(step: int, params: Mapping[str, Any]) -> None:
+def check_before_save(step: int, params: Mapping[str, object]) -> None:
     """Checks the parameters before a save: an update may overflow although its loss and gradients are finite.
 
     Raises:

@@ -221,7 +221,7 @@ def run_elastic(
     center = state.params
 
     @jax.jit
-    def meet(params: Any, center: Any) -> tuple[Any, Any]:
+    def meet(params: object, center: object) -> tuple[Any, Any]:
         way = jax.tree.map(lambda x, c: alpha * (x - c), params, center)
         return jax.tree.map(jnp.subtract, params, way), jax.tree.map(jnp.add, center, way)
 

@@ -132,7 +132,7 @@ class RowCorpus(Corpus):
         """Messages to the user about the rows that were read."""
         return [str(self.replaced)] if self.replaced.characters else []
 
-    def _piece(self, row: Mapping[str, Any], size: int, then: Place, where: str) -> DocumentPiece:
+    def _piece(self, row: Mapping[str, object], size: int, then: Place, where: str) -> DocumentPiece:
         value = row[self.column]
         if self.chat is None:
             if not isinstance(value, str):
@@ -206,7 +206,7 @@ def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
             yield row, len(line), Place(place.file, offset, number), where, unknown
 
 
-def _rewrite(file: Path, line: bytes, rest: Any) -> str:
+def _rewrite(file: Path, line: bytes, rest: object) -> str:
     """Returns the command that makes JSONL of one JSON value over many lines, or of a table; "" if it is neither.
 
     Args:

@@ -306,7 +306,7 @@ def _rows(file: Path, config: ImageConfig) -> Iterator[tuple[bytes, Any, str]]:
                 yield content, label.as_py(), where
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {item!r:.40}" for key, item in value.items()) + "}"
     return f"{value!r:.60}"

@@ -32,7 +32,7 @@ class Indexed(Examples):
       seed: Seed of the shuffle.
     """
 
-    def __init__(self, dataset: Any, name: str, spec: Data, seed: int):
+    def __init__(self, dataset: object, name: str, spec: Data, seed: int):
         self.dataset, self.name = dataset, name
         self.fingerprint = fingerprint(dataset, name)
         super().__init__(_length(dataset, name), spec, seed)
@@ -52,7 +52,7 @@ class Columns:
       JaxparError: If they are no arrays, differ in their number of rows, or are datasets themselves.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], name: str):
+    def __init__(self, arrays: Mapping[str, object], name: str):
         if splits := [str(key) for key, value in arrays.items() if hasattr(value, "column_names")]:  # Hugging Face's
             raise refuse(
                 f"{name} is a {type(arrays).__name__} of datasets: {', '.join(splits)}",
@@ -85,7 +85,7 @@ class GrainMap:
       name: Its name in errors.
     """
 
-    def __init__(self, dataset: Any, name: str):
+    def __init__(self, dataset: object, name: str):
         self.dataset, self.name = dataset, name
         self.fingerprint = fingerprint(dataset, name)
         length = _length(dataset, name)
@@ -108,7 +108,7 @@ class GrainMap:
 class HeldOutRows:
     """A user's map-style dataset of held-out examples."""
 
-    def __init__(self, dataset: Any, name: str):
+    def __init__(self, dataset: object, name: str):
         self.dataset, self.name, self.length = dataset, name, _length(dataset, name)
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:

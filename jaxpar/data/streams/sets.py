@@ -78,7 +78,7 @@ def open_all(settings: Data, key: str, folder: Path, size: int, *, named: object
     return _check_not_empty(examples, key, size)
 
 
-def open_sets(sets: Mapping[str, Any], folder: Path, size: int) -> dict[str, EvaluationSet]:
+def open_sets(sets: Mapping[str, object], folder: Path, size: int) -> dict[str, EvaluationSet]:
     """Opens evaluation sets given as Python objects.
 
     Args:

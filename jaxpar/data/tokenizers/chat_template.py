@@ -71,7 +71,7 @@ def _without_null(value: object) -> Any:
     return [_without_null(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _with_text(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _with_text(message: Mapping[str, object], where: str) -> Mapping[str, Any]:
     """Returns the message with its content as text: a list of text parts is concatenated."""
     content = message.get("content")
     if isinstance(content, str):
@@ -99,7 +99,7 @@ def _part_text(part: object) -> str | None:
     return part if isinstance(part, str) else None
 
 
-def _is_learned(message: Mapping[str, Any], where: str) -> bool:
+def _is_learned(message: Mapping[str, object], where: str) -> bool:
     """Whether the loss counts a message: the assistant wrote it, and it has no weight of 0."""
     answer = message["role"] == "assistant"
     weights = {key: message[key] for key in WEIGHTS if key in message}
@@ -243,7 +243,7 @@ def load_template(saved: TokenizerFacts) -> ChatTemplate:
     if extra:
         special |= {"additional_special_tokens": [item if isinstance(item, str) else item["content"] for item in extra]}
 
-    def render(messages: Sequence[Any], prompt: bool, tools: Sequence[Any] | None = None) -> tuple[str, Answers]:
+    def render(messages: Sequence[object], prompt: bool, tools: Sequence[Any] | None = None) -> tuple[str, Answers]:
         blocks.clear()
         answers.clear()
         names = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt) | special

@@ -80,7 +80,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return {key: value for path in existing for key, value in read_json(path).items()}
 
 
-def read_template(file: Path, config: Mapping[str, Any]) -> str:
+def read_template(file: Path, config: Mapping[str, object]) -> str:
     """Reads the chat template beside a tokenizer.json or in its config; "" if there is none."""
     template_file = file.with_name(TEMPLATE)
     if template_file.is_file():

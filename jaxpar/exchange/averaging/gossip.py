@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -141,7 +141,7 @@ class Gossip(Exchange):
         weights = mixing_matrix(self.graph, between.replicas)
         return dataclasses.replace(replicas, params=between.mix(replicas.params, weights))
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns one collective-permute per parameter and neighbour."""
         from jaxpar.exchange.replica_mesh import mix_traffic
 

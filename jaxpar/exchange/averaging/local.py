@@ -59,7 +59,7 @@ class Local(Exchange):
             return averaged
         return dataclasses.replace(averaged, opt_state=between.for_optimizer.average(replicas.opt_state))
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns one all-reduce of the parameters per sync round."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
@@ -142,7 +142,7 @@ class Easgd(Exchange):
         center = jax.tree.map(lambda c, m: (1 - self.beta) * c + self.beta * m, center, mean)
         return dataclasses.replace(replicas, params=params, exchange_state={"center": center})
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns one all-reduce of the parameters per sync round."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
@@ -243,7 +243,7 @@ class DiLoCo(OuterOptimizer):
         params = between.spread(anchor)
         return dataclasses.replace(replicas, params=params, exchange_state={"anchor": anchor, "outer": state})
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns one all-reduce of the parameters per sync round."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 

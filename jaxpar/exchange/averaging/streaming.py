@@ -214,7 +214,7 @@ def _fragment_at(method: Streaming, place: int) -> int | None:
     return None if remainder else number - 1
 
 
-def _is_per_parameter(flat: Mapping[str, Any]) -> Callable[[Any], bool]:
+def _is_per_parameter(flat: Mapping[str, object]) -> Callable[[Any], bool]:
     """Returns a predicate: whether a tree is a dict with exactly one array per parameter."""
     paths = flat.keys()
     return lambda tree: isinstance(tree, dict) and tree.keys() == paths

@@ -46,7 +46,7 @@ class SelectiveExchange(Exchange):
     def __post_init__(self):
         check_ranges(self, SECTION, {"smallest": (1, STEPS)})
 
-    def compresses(self, path: str, size: int, dtype: Any) -> bool:
+    def compresses(self, path: str, size: int, dtype: object) -> bool:
         """Returns whether a parameter's gradient is compressed. A complex one is not: codes are of real numbers.
 
         Args:

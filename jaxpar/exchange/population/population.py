@@ -214,7 +214,7 @@ class Pbt(Population):
         """Returns the source of each member's copy."""
         return {"from": state["each"]["from"]}
 
-    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+    def traffic(self, shards: Mapping[str, object], replicas: int) -> tuple[Traffic, ...]:
         """Returns the permutes of parameters, without the permutes of optimizer states and other state."""
         from jaxpar.exchange.population.copying import rotation_traffic
 

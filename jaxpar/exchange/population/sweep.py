@@ -44,7 +44,7 @@ def flatten_values(over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def check_values(over: Mapping[str, Any], method: str) -> None:
+def check_values(over: Mapping[str, object], method: str) -> None:
     """Refuses values that are neither a list of numbers nor a range, or that the method does not support.
 
     Args:

@@ -266,7 +266,7 @@ def _key_of_other_section(word: str) -> str:
     return f"did you mean {owners[0]}.{key}?" if len(owners) == 1 else ""
 
 
-def _convert(got: Any, usual: Any, kind: Any) -> Any:
+def _convert(got: object, usual: object, kind: object) -> Any:
     """Returns a value of the type that a key takes if the user's is one in another form, else None.
 
     Args:

@@ -42,7 +42,7 @@ from jaxpar.step.stochastic_loss import traceable_loss
 _PATH = re.compile(r"[\w.-]+:[\w.]+")
 
 
-def convert_settings(job: Job, target: Callable, settings: Mapping[str, Any]) -> dict[str, Any]:
+def convert_settings(job: Job, target: Callable, settings: Mapping[str, object]) -> dict[str, Any]:
     """Converts a job's model settings to the arguments that the model takes.
 
     Args:
@@ -73,7 +73,7 @@ def _object(job: Job, key: str, hint: object, value: object) -> Any:
     return value
 
 
-def _call_target(key: str, name: str, target: Callable[..., Any], settings: dict[str, Any]) -> Any:
+def _call_target(key: str, name: str, target: Callable[..., Any], settings: Mapping[str, object]) -> Any:
     with user_code_errors(
         f"model.{key} = {name}({', '.join(settings)})",
         rule=f"[model.{key}] has what {name} takes",
@@ -170,7 +170,7 @@ def _wrap_linen(job: Job, factory: Callable, loss: Callable) -> Callable:
     return build
 
 
-def _is_complete(target: Callable, settings: Mapping[str, Any]) -> bool:
+def _is_complete(target: Callable, settings: Mapping[str, object]) -> bool:
     """Whether a function needs only its settings; a factory of NNX modules also takes `rngs`."""
     free = {key: p for key, p in inspect.signature(target).parameters.items() if key not in settings}
     return "rngs" not in free and all(
@@ -178,7 +178,7 @@ def _is_complete(target: Callable, settings: Mapping[str, Any]) -> bool:
     )
 
 
-def _call_factory(job: Job, target: Callable, settings: Mapping[str, Any], loss: Callable) -> Blueprint:
+def _call_factory(job: Job, target: Callable, settings: Mapping[str, object], loss: Callable) -> Blueprint:
     """Calls a factory that takes no `rngs`, and checks its model."""
     from flax import linen as nn
 
@@ -216,7 +216,7 @@ def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
     """Wraps a factory of NNX modules; the example call, with its batch, is made only when it is needed."""
     blueprint = as_blueprint(factory)
 
-    def call(model: Any) -> None:
+    def call(model: object) -> None:
         batch = abstract_batch(job)
         with batch_errors(job, blueprint.name, batch):
             _call(loss, batch, model)
@@ -247,11 +247,11 @@ def _with_finder(job: Job, blueprint: Blueprint, loss: Callable) -> Blueprint:
     return dataclasses.replace(blueprint, find_specs=find)
 
 
-def _call(loss: Callable, batch: Mapping[str, jax.ShapeDtypeStruct], model: Any) -> Any:
+def _call(loss: Callable, batch: Mapping[str, jax.ShapeDtypeStruct], model: object) -> Any:
     return traceable_loss(loss)(model, jax.tree.map(zeros_like_input, dict(batch)))
 
 
-def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> None:
+def _check_settings(name: str, target: Callable, settings: Mapping[str, object]) -> None:
     keys = inspect.signature(target.__init__ if inspect.isclass(target) else target).parameters
     if any(p.kind is p.VAR_KEYWORD for p in keys.values()):
         return

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import optax
 
@@ -53,7 +52,7 @@ def resolve_optimizer(job: Job, blueprint: Blueprint | None = None) -> optax.Gra
     return freeze(optimizer, frozen, but=exceptions) if frozen else optimizer
 
 
-def check_optimizer(job: Job, params: Any = None) -> None:
+def check_optimizer(job: Job, params: object = None) -> None:
     """Refuses an optimizer that does not work in the job; a custom optimizer or schedule is tried on shapes.
 
     Args:

@@ -32,7 +32,7 @@ PIPELINE = Pipeline(keep="residuals", head="last", schedule="1f1b_phased")  # of
 def find_stages(
     blueprint: Blueprint,
     loss: Callable,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, object],
     *,
     rows: float,
     devices: int,
@@ -213,7 +213,7 @@ def _arguments(traced: Traced) -> tuple[Any, ...]:
     return jax.tree.unflatten(traced.inputs, shapes(traced.closed.in_avals))
 
 
-def _only_read(traced: Traced, gradients: Mapping[str, Any]) -> list[Any]:
+def _only_read(traced: Traced, gradients: Mapping[str, object]) -> list[Any]:
     """Returns the gradients of the parameters that a part reads; all other gradients are zero and never computed."""
     return [gradients[path] for path, is_read in traced.reads()[0].items() if is_read]
 
@@ -227,5 +227,5 @@ def _shape(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
-def _bytes(tree: Any) -> float:
+def _bytes(tree: object) -> float:
     return float(sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree)))

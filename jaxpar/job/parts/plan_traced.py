@@ -223,7 +223,9 @@ def _trace_loss(
     return model_trace, _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
 
 
-def _argument_numbers(params: Any, model_state: Any, batch: Any, frozen: Collection[str]) -> dict[str, Sequence]:
+def _argument_numbers(
+    params: object, model_state: object, batch: object, frozen: Collection[str]
+) -> dict[str, Sequence]:
     """Returns the paths of parameters, the numbers of the arguments of the batch, and those of results by parameter."""
     paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     first, results = len(paths) + len(jax.tree.leaves(model_state)), count(1)

@@ -23,7 +23,7 @@ LATEST = 1e11  # seconds since 1970, in the year 5138
 TABLES = ("mesh", "versions", "layout", "peak")  # optional tables of run.json
 
 
-def check_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def check_metrics(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Checks that steps and summed metrics are numbers, and that every integer is in the drawable range.
 
     Raises:
@@ -258,7 +258,7 @@ def _unreadable_error(path: Path, got: str, fix: str) -> JaxparError:
     return refuse(f"{path}: {got}", rule="a report reads the files that a run has written", fix=fix)
 
 
-def _keys(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _keys(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Flattens all tables to dotted key → JSON value, e.g. `train.steps`."""
     result: dict[str, str] = {}
     for name, value in table.items():

@@ -173,7 +173,7 @@ class AsynchronousTable:
     fill: float = 0.0
 
     def train(
-        self, rows: jax.Array, params: tuple[Tree, Tree], optimizer_state: Any, inputs: Tree, *, scales: jax.Array
+        self, rows: jax.Array, params: tuple[Tree, Tree], optimizer_state: Tree, inputs: Tree, *, scales: jax.Array
     ) -> StageResult:
         """Runs the table on this stage.
 

@@ -129,7 +129,7 @@ def _is_saved(primitive: Primitive, *_: Any, **params: Any) -> bool:
     return primitive.name not in _MOVES and not _gathers(params)
 
 
-def _gathers(params: Mapping[str, Any]) -> bool:
+def _gathers(params: Mapping[str, object]) -> bool:
     return any("all_gather" in primitives(jaxpr.eqns) for jaxpr in jaxprs_in_params(params))
 
 
@@ -178,7 +178,7 @@ def padded_layers(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(layers), np.concatenate([longest * s + np.arange(n) for s, n in enumerate(counts)])
 
 
-def redistribute_layers(mesh: Mesh, cut: StageCut, layers: Any, *, reverse: bool = False) -> Any:
+def redistribute_layers(mesh: Mesh, cut: StageCut, layers: object, *, reverse: bool = False) -> Any:
     """Moves layers from the stages that store them to the stages that run them.
 
     Args:

@@ -129,7 +129,7 @@ class ShardMaps:
         )
         return reduce_layers(layers), reduce_ends(ends)
 
-    def _island(self, axes: set[str], function: Callable, specs: tuple, out: Any) -> Callable:
+    def _island(self, axes: set[str], function: Callable, specs: tuple, out: object) -> Callable:
         return jax.shard_map(function, mesh=self.mesh, axis_names=axes, in_specs=specs, out_specs=out, check_vma=False)
 
 
@@ -209,7 +209,7 @@ class SpreadTable:
     def _embed_input(self, rows: jax.Array) -> Tree:
         """Embeds the first stage's input of this tick, and copies the result to every stage."""
 
-        def embed(shared: Mapping[str, Any], inputs: Tree, microbatch: jax.Array) -> Tree:
+        def embed(shared: Mapping[str, object], inputs: Tree, microbatch: jax.Array) -> Tree:
             return self.model.embed(shared, load(inputs, microbatch))[0]
 
         microbatch = _broadcast_tree(self.replica_count, rows[self.first, COLUMNS.index("microbatch")])
@@ -257,14 +257,14 @@ class SpreadTable:
         island = self.maps.map_stages(run_local)
         return lambda rows, *stacked: island(rows, self.layers, self.inputs, *stacked)
 
-    def _initial_sums(self, shared: Mapping[str, Any], inputs: Tree, y: Tree) -> dict:
+    def _initial_sums(self, shared: Mapping[str, object], inputs: Tree, y: Tree) -> dict:
         # sums in float32 or more for any dtype of gradients: in bfloat16 a sum of many microbatches stops growing
         example = load(inputs, 0)
         sums = Traced(self.model.head, shared, example, y).shapes
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
         return {"sums": zeros(sums), "shared": {} if self.forward_only else self.maps.shard_head(zeros(shared))}
 
-    def _run_head(self, shared: Mapping[str, Any], inputs: Tree, y: Tree, state: dict, microbatch: jax.Array):
+    def _run_head(self, shared: Mapping[str, object], inputs: Tree, y: Tree, state: dict, microbatch: jax.Array):
         example = load(inputs, microbatch)
 
         def total(shared, y):
@@ -279,7 +279,9 @@ class SpreadTable:
         shared, dy = jax.lax.optimization_barrier((_add_grads(self.maps, state, dshared), dy))
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
-    def _embed_vjp(self, shared: Mapping[str, Any], inputs: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
+    def _embed_vjp(
+        self, shared: Mapping[str, object], inputs: Tree, dx: Tree, state: dict, microbatch: jax.Array
+    ) -> dict:
         _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(inputs, microbatch))[0], shared)
         return state | {"shared": _add_grads(self.maps, state, pull(dx)[0])}
 

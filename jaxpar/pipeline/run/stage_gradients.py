@@ -48,7 +48,7 @@ class Shards:
     other_axes: tuple[str, ...]
     specs: Mapping[str, PartitionSpec]
 
-    def sum_shapes(self, params: Mapping[str, Any], *, leading_dims: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+    def sum_shapes(self, params: Mapping[str, object], *, leading_dims: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the gradient sums, for arrays with `leading_dims` additional leading dims."""
         shapes = {}
         for path, leaf in sum_shapes(params).items():
@@ -90,12 +90,12 @@ def with_manual_axes(function: Callable, axes: Sequence[str], spec: PartitionSpe
     return jax.shard_map(function, in_specs=(spec,), out_specs=spec, axis_names=set(axes), check_vma=False)
 
 
-def sum_shapes(params: Any) -> Any:
+def sum_shapes(params: Tree) -> Any:
     """Returns the shapes of gradient sums, in float32 or more."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
-def zeros_like_shapes(shapes: Any) -> Any:
+def zeros_like_shapes(shapes: Tree) -> Any:
     """Returns zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 

@@ -94,7 +94,7 @@ def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between:
     )  # fmt: skip
 
 
-def _table(name: str, read: Mapping[str, Any], path: Path, problems: list[Problem]) -> dict[str, Any]:
+def _table(name: str, read: Mapping[str, object], path: Path, problems: list[Problem]) -> dict[str, Any]:
     """Returns a table of the file; appends unknown keys, missing keys and values out of range to the problems."""
     table, needs = read.get(name), _NUMBERS[name]
     ranges = {**needs, **_MAY.get(name, {})}
@@ -135,7 +135,7 @@ def _check(key: str, value: Any, bounds: tuple[float, float, str], path: Path, p
         problems.append(Problem(f"{key} = {value!r:.60} in {path}", rule, f"{key.rpartition('.')[2]} = {example}"))
 
 
-def write_table(path: Path, name: str, table: Mapping[str, Any], *, chip: Chip) -> None:
+def write_table(path: Path, name: str, table: Mapping[str, object], *, chip: Chip) -> None:
     """Writes or replaces one table of a chip's file; all other lines stay unchanged.
 
     Args:
@@ -172,7 +172,7 @@ def write_table(path: Path, name: str, table: Mapping[str, Any], *, chip: Chip) 
         raise refuse(f"{path}: {error.strerror}", rule="the file can be written", fix="--write mine.toml") from error
 
 
-def to_toml(name: str, table: Mapping[str, Any]) -> str:
+def to_toml(name: str, table: Mapping[str, object]) -> str:
     """Formats a table as TOML.
 
     >>> print(to_toml("links", {"per_node": 8, "inside": {"latency": 3e-06}, "source": "acme"}), end="")

@@ -237,7 +237,7 @@ def split_traffic(model: Any, candidate: Candidate, software: SoftwareModel, axi
         )  # fmt: skip
 
 
-def why_no_split(model: Any, axis: str) -> str:
+def why_no_split(model: NamedDims, axis: str) -> str:
     """Returns why a model is not planned over an axis, "context" or "tensor"; "" if it is, or lists reasons itself."""
     if isinstance(model, Shape) or len(split_sizes(getattr(model, "splits", ()), axis)) > 1:
         return ""

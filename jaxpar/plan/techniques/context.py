@@ -126,7 +126,7 @@ def _passes(
 class _Maker:
     """Creates `SentCollective`s over one group of devices of the context axis."""
 
-    def __init__(self, group: Any, *, exposed: Any = 1.0, senders: Any = 1.0):
+    def __init__(self, group: Any, *, exposed: object = 1.0, senders: Any = 1.0):
         self.group, self.exposed, self.senders = group, exposed, senders
 
     def __call__(
@@ -140,7 +140,7 @@ class _Maker:
         return SentCollective(collective=collective, exposed=self.exposed, overlapped_compute=beside, recomputed=again)
 
 
-def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
+def step(model: NamedDims, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
     """Yields the collectives over the context axis of a model that is no decoder."""
     yield from split_traffic(model, candidate, software, "context")
 
@@ -155,7 +155,7 @@ def gathered(model: Any, candidate: Candidate, software: SoftwareModel, recipe: 
     return {"working": 2.0 * np.maximum.reduce(np.broadcast_arrays(0.0, *payloads))}
 
 
-def why_not(model: Any) -> str:
+def why_not(model: NamedDims) -> str:
     """Returns why a model is not planned over the context axis; "" if it is."""
     return why_no_split(model, "context")
 

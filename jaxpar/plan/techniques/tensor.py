@@ -87,12 +87,12 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     yield sent("reduce-scatter", repeated_sums * sharded, again=True)
 
 
-def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
+def step(model: NamedDims, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
     """Yields the collectives over the tensor axis of a model that is no decoder."""
     yield from split_traffic(model, candidate, software, "tensor")
 
 
-def why_not(model: Any) -> str:
+def why_not(model: NamedDims) -> str:
     """Returns why a model is not planned over the tensor axis; "" if it is."""
     return why_no_split(model, "tensor")
 

@@ -182,7 +182,7 @@ def _written_spec(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(tuple(axis for axis in entry_axes(entry) if sizes[axis] > 1) for entry in sharding.spec))
 
 
-def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
+def _constrain(x: object, sharding: NamedSharding, *, whole: bool = False) -> Any:
     """Constrains each dim that its axes divide; `whole` makes dims without axes unsharded, else XLA shards them."""
     if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(x)):
         return x  # a Python number, among the arguments of `auto_axes`

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, get_abstra
 from jaxpar.errors import refuse
 
 
-def manual_mesh(mesh: Mesh | AbstractMesh | None, axis_names: Collection[str], specs: Any) -> tuple[Any, Any]:
+def manual_mesh(mesh: Mesh | AbstractMesh | None, axis_names: Collection[str], specs: object) -> tuple[Any, Any]:
     """Returns the mesh for a model's `shard_map`, and its manual axes: the step's mesh if that has the author's axes.
 
     Raises:

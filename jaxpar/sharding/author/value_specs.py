@@ -47,7 +47,7 @@ def recording_specs() -> Iterator[list[Spec]]:
         _noted.reset(token)
 
 
-def record_spec(x: Any, spec: PartitionSpec) -> Any:
+def record_spec(x: object, spec: PartitionSpec) -> Any:
     """Tags arrays with a spec inside of `recording_specs`; else returns them unchanged."""
     noted = _noted.get()
     if noted is None:

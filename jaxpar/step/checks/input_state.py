@@ -227,7 +227,7 @@ def _check_leaf(
 # Checks that a sync round of replicas also moves the parameters used for evaluation.
 
 
-def check_eval_params(exchange: Exchange, optimizer: Any) -> None:
+def check_eval_params(exchange: Exchange, optimizer: object) -> None:
     """Refuses an optimizer whose state defines the parameters to evaluate, if sync rounds leave this state unchanged.
 
     Args:

@@ -16,7 +16,7 @@ CHAIN = "an optax chain makes updates of gradients while it is traced; its rate 
 TRACED = "the line that this names; in a schedule jnp.where in the place of if, and one number as a rate"
 
 
-def check_update(updates: Tree, new_state: Any, *, params: Tree, old_state: Any) -> None:
+def check_update(updates: Tree, new_state: Tree, *, params: Tree, old_state: Tree) -> None:
     """Refuses updates that do not fit the parameters, and an optimizer state that does not fit the next step.
 
     Args:
@@ -55,7 +55,7 @@ def check_update(updates: Tree, new_state: Any, *, params: Tree, old_state: Any)
             )
 
 
-def _arrays(tree: Any) -> dict[str, tuple]:
+def _arrays(tree: Tree) -> dict[str, tuple]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(keys): (leaf.shape, leaf.dtype) for keys, leaf in leaves if hasattr(leaf, "shape")}
 

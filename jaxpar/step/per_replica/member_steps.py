@@ -48,7 +48,7 @@ class PopulationMembers(PerReplica):
         return _split_members(self.replica_map.on_batch(self.evaluator.evaluate, params, model_state, batch))
 
     def update(
-        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Tree], Tree]
     ) -> tuple[State, dict[str, Any]]:
         """Updates each member once."""
         new_state, raw_metrics = super().update(optimizer, state, batch, on_device)
@@ -99,7 +99,7 @@ def _scalars(raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
 def _split_members(stacked: dict[str, Any]) -> dict[str, Any]:
     """Splits trees [member, ...] into one entry per member, named `name/0`, `name/1`, ..."""
 
-    def select_member(value: Any, member: int) -> Any:
+    def select_member(value: object, member: int) -> Any:
         return jax.tree.map(lambda x: x[member], value)
 
     members = len(jax.tree.leaves(stacked)[0])

@@ -80,7 +80,7 @@ def part_norm_function(
         replica_layout, part_loss, numerics if axis else replace(numerics, accumulate=1), frozen
     ).gradients
 
-    def square(params: Tree, model_state: Tree, batch: Mapping[str, Any], part: jax.Array):
+    def square(params: Tree, model_state: Tree, batch: Mapping[str, object], part: jax.Array):
         """Returns the squared gradient norm of a part's summed loss, and the loss's count."""
         with activation_names(replica_layout.names, replica_layout.sizes):
             gradients, sums, _ = part_gradients(params, fold_in_number(model_state, part), batch)

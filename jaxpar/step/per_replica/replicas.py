@@ -211,7 +211,7 @@ class PerReplica(Gradients):
         return jax.tree.map(lambda x: x[0], sums)  # equal on all replicas
 
     def update(
-        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Tree], Tree]
     ) -> tuple[State, dict[str, Any]]:
         """Updates the parameters once, per replica if replicas differ."""
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
@@ -224,7 +224,7 @@ class PerReplica(Gradients):
 
         total, count = sums["loss"] if self.exchange.replicas_differ else jax.tree.map(jnp.sum, sums["loss"])
 
-        def update_replica(gradients: Tree, opt_state: Any, params: Tree, loss: jax.Array):
+        def update_replica(gradients: Tree, opt_state: Tree, params: Tree, loss: jax.Array):
             gradients = zero_frozen(self.replica_gradients.frozen, self.replica_gradients.layout, gradients)
             return update_params(
                 self.replica_gradients.layout, optimizer, gradients, lambda: opt_state, params, loss=loss

@@ -70,7 +70,7 @@ class AsyncPipelined(Pipelined):
             )
 
     def update(
-        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Tree], Tree]
     ) -> tuple[State, dict[str, jax.Array]]:
         """Runs the table with all its updates; `grad_norm` is that of the last update."""
         params, opt_state, sums, model_state, norm = self._run_updates(
@@ -79,7 +79,7 @@ class AsyncPipelined(Pipelined):
         return State(state.step + 1, params, opt_state, model_state), metrics(sums, norm)
 
     def _run_updates(
-        self, optimizer: optax.GradientTransformation, params: Tree, state: Any, model_state: Tree, batch: Mapping
+        self, optimizer: optax.GradientTransformation, params: Tree, state: Tree, model_state: Tree, batch: Mapping
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
         """Runs the table; returns (params, optimizer state, sums, model state, norm of the last update's gradients)."""
         self._check_state(state)
@@ -151,7 +151,7 @@ class AsyncPipelined(Pipelined):
         )(self.plan.program.rows, jnp.arange(self.shardings.replicas), shared, layers, state, model_states, batch)
         return _tree(self.shardings, shared, layers), advance_schedules(state), sums, after, jnp.sqrt(square)
 
-    def _check_state(self, state: Any) -> None:
+    def _check_state(self, state: Tree) -> None:
         """Refuses an optimizer whose state cannot be split like the stack, such as Adafactor's."""
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
             owner = owner_path(self.layout, keys)

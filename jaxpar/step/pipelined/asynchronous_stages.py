@@ -4,7 +4,6 @@ params, optimizer ─► sent to the stages ─► the table, with an update in 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ class AsyncUnequalStages(UnequalStages):
         self.updates = layout.parallel.pipeline.updates(layout.schedule)
 
     def update(
-        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Tree], Tree]
     ) -> tuple[State, dict[str, jax.Array]]:
         """Runs the table with all its updates; `grad_norm` is that of the last update."""
         layout, shardings = self.layout, self.shardings

@@ -101,7 +101,7 @@ def compute_keys(layers: Callable, *args: Any) -> list[jax.Array]:
     return [jnp.stack(keys[i :: len(layer_keys[0])]) for i in range(len(layer_keys[0]))]
 
 
-def run_with_keys(keys: Sequence[jax.Array], layer: Callable[[Any], Any], x: Any) -> Any:
+def run_with_keys(keys: Sequence[jax.Array], layer: Callable[[Any], Any], x: object) -> Any:
     """Runs a layer on x with these keys instead of those that it derives itself."""
     if not keys:
         return layer(x)
@@ -117,7 +117,7 @@ def makes_keys(eqn: JaxprEqn) -> bool:
     return all(map(is_key, eqn.outvars))
 
 
-def _equations_after_keys(jaxpr: Jaxpr, outs: Sequence[Any]) -> tuple[list[JaxprEqn], list[Var]]:
+def _equations_after_keys(jaxpr: Jaxpr, outs: Sequence[object]) -> tuple[list[JaxprEqn], list[Var]]:
     """Returns the equations that compute these outputs from random keys, and the keys in order."""
     eqns, _ = needed_equations([eqn for eqn in jaxpr.eqns if not makes_keys(eqn)], outs)
     key_vars = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and is_key(var))

@@ -105,7 +105,7 @@ def mark(x: Tree, name: str) -> Tree:
 class MarkedLoss:
     """The jaxpr of a loss in which x is marked before and after the layers."""
 
-    def __init__(self, name: str, jaxpr: Jaxpr, sums: Sequence[Any]):
+    def __init__(self, name: str, jaxpr: Jaxpr, sums: Sequence[object]):
         """Finds the layers between the marks.
 
         Args:

@@ -269,5 +269,5 @@ def _shard_stack(layout: Layout, stack: str, value: jax.Array, which: str) -> ja
     return jax.lax.with_sharding_constraint(value, layout.sharding(PartitionSpec(None, *spec)))
 
 
-def _nest_paths(flat: Mapping[str, Any]) -> Tree:
+def _nest_paths(flat: Mapping[str, object]) -> Tree:
     return nest({tuple(path.split("/")): value for path, value in flat.items()})

@@ -249,7 +249,7 @@ class SplitModel:
 
 
 def loss_counts(
-    model: PipelineFunctions, shared: Mapping[str, Any], inputs: Tree, microbatches: int
+    model: PipelineFunctions, shared: Mapping[str, object], inputs: Tree, microbatches: int
 ) -> jax.Array | None:
     """Returns the loss count of each microbatch of this device, or None if it depends on the model's output.
 

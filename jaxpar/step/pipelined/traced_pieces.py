@@ -152,7 +152,7 @@ def trace_pieces(
     loss: Callable,
     compute: Compute,
     cast: Callable,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     state: Tree,
     batch: Tree,
 ) -> TracedPieces:

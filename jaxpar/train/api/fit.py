@@ -75,10 +75,10 @@ def fit(
     seed: int = 0,
     checkpoints: Checkpoints = USUAL,
     eval_every: int = 0,
-    sets: Mapping[str, Any] = NO_SETS,
+    sets: Mapping[str, object] = NO_SETS,
     best: Best | None = None,
     faults: Faults | None = None,
-    loggers: Sequence[Any] = (),
+    loggers: Sequence[object] = (),
     show_every: int = 20,
     profile: Sequence[int] = (),
     held_out: float | None = None,
@@ -183,12 +183,12 @@ def _store(
 def _log(
     folder: Path | None,
     first_step: int,
-    loggers: Sequence[Any],
+    loggers: Sequence[object],
     *,
     step: Step,
     source: Source,
     say: Callable[[str], None],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
 ) -> Log | None:
     """Returns the log of metrics, and writes run.json."""
     if not folder:

@@ -67,7 +67,7 @@ def check_arguments(
     return replace(checkpoints, best=best.metric, best_is="lowest" if best.lowest else "highest"), best
 
 
-def check_loggers(loggers: Sequence[Any], run: object) -> None:
+def check_loggers(loggers: Sequence[object], run: object) -> None:
     """Checks the argument `loggers` of `jp.fit`.
 
     Raises:
@@ -123,7 +123,7 @@ def check_evaluated(
         )
 
 
-def _steps(step: object, numbers: Mapping[str, Any], eval_every: object) -> list[Problem]:
+def _steps(step: object, numbers: Mapping[str, object], eval_every: object) -> list[Problem]:
     problems = []
     if not isinstance(step, Step):
         rule = "a step is what jp.train_step returns"
@@ -137,7 +137,7 @@ def _steps(step: object, numbers: Mapping[str, Any], eval_every: object) -> list
     return problems
 
 
-def _values(given: Mapping[str, Any]) -> list[Problem]:
+def _values(given: Mapping[str, object]) -> list[Problem]:
     return [
         Problem(f"{key}={value!r:.60}", f"{key} is a value of the class of that name", VALUES[key][1])
         for key, value in given.items()

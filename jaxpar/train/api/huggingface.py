@@ -131,7 +131,7 @@ def to_huggingface(
 
 
 def write_by_rules(
-    folder: str | Path, params: Mapping[str, Any], rules: Mapping[str, Rule], *, origin: str | Path
+    folder: str | Path, params: Mapping[str, object], rules: Mapping[str, Rule], *, origin: str | Path
 ) -> list[Path]:
     """Writes parameters by path, without adapters, as `to_huggingface` does; returns the written files.
 
@@ -141,7 +141,7 @@ def write_by_rules(
     return _write(folder, params, _table(rules, params), origin=origin, dtype=None, max_file_bytes=MAX_FILE_BYTES)
 
 
-def _table(rules: Mapping[str, Rule], leaves: Mapping[str, Any]) -> list[ParamMapping]:
+def _table(rules: Mapping[str, Rule], leaves: Mapping[str, object]) -> list[ParamMapping]:
     mappings, problems = expand(_check_rules(rules), leaves)
     if problems:
         raise JaxparError(*problems)
@@ -150,7 +150,7 @@ def _table(rules: Mapping[str, Rule], leaves: Mapping[str, Any]) -> list[ParamMa
 
 def _write(
     folder: str | Path,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     table: list[ParamMapping],
     *,
     origin: str | Path,

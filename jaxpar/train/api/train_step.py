@@ -101,7 +101,7 @@ def train_step(
     )
 
 
-def explain_out_of_memory(step: Step, kind: str, batch: Mapping[str, Any], error: BaseException) -> OutOfMemoryError:
+def explain_out_of_memory(step: Step, kind: str, batch: Mapping[str, object], error: BaseException) -> OutOfMemoryError:
     """Explains that a step is out of memory. The import is here because other steps do not need it."""
     from jaxpar.train.memory_explanation import explain_step
 

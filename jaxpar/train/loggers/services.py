@@ -69,7 +69,7 @@ class TensorBoard:
             self._writer.close()
             self._writer = None
 
-    def _add_scalars(self, step: int, values: Mapping[str, Any]) -> None:
+    def _add_scalars(self, step: int, values: Mapping[str, object]) -> None:
         from tensorboardX.summary import scalar
 
         for name, value in values.items():
