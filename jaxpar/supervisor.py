@@ -87,12 +87,12 @@ class ProcessExit:
     seconds: float
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         """Description of the end, e.g. `was killed by SIGKILL`."""
         return f"was killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with {self.status}"
 
     def __str__(self) -> str:
-        return f"process {self.process} (host {socket.gethostname()}) {self.how} after {self.seconds:.1f} s"
+        return f"process {self.process} (host {socket.gethostname()}) {self.description} after {self.seconds:.1f} s"
 
 
 @dataclass

@@ -15,10 +15,10 @@ from jaxpar.errors import JaxparError, refuse
 WRITING, DAMAGED, DELETED, LEFT = ".writing", ".damaged", ".deleted", ".left"
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     """Name of the folder of a checkpoint.
 
-    >>> name_of(200)
+    >>> folder_name(200)
     '000200'
     """
     return f"{step:06d}"
@@ -29,14 +29,14 @@ def steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     paths = (path for path in folder.iterdir() if re.fullmatch("[0-9]{6,}", path.name) and path.is_dir())
-    return sorted(int(path.name) for path in paths if path.name == name_of(int(path.name)))
+    return sorted(int(path.name) for path in paths if path.name == folder_name(int(path.name)))
 
 
 def newest(folder: Path) -> int | None:
     """Newest step with a valid MANIFEST of that step; its arrays are not checked."""
     for step in reversed(steps(folder)):
         try:
-            return manifest.read(folder / name_of(step)).step
+            return manifest.read(folder / folder_name(step)).step
         except JaxparError:  # `Store.restore` reports what is wrong
             continue
     return None
@@ -87,7 +87,7 @@ def find(where: Path, step: int | None = None) -> Path:
             fix="the path of a run folder, such as runs/mine",
         ) from error
     if is_checkpoint:
-        if step is not None and where.name != name_of(step):
+        if step is not None and where.name != folder_name(step):
             raise refuse(
                 f"{where} and step {step}",
                 rule="the path of a checkpoint and --step name the same step",
@@ -104,7 +104,7 @@ def find(where: Path, step: int | None = None) -> Path:
             else f"the path of a run folder or a checkpoint that is there; or train it first: jaxpar train JOB "
             f"run.dir={where}",
         )
-    return folder / name_of(available[-1] if step is None else step)
+    return folder / folder_name(available[-1] if step is None else step)
 
 
 def checkpoint_folder(where: Path) -> Path:
@@ -115,7 +115,7 @@ def checkpoint_folder(where: Path) -> Path:
 def read_scores(folder: Path, step: int) -> dict[str, float]:
     """Scores of a checkpoint; empty if its MANIFEST is lost."""
     try:
-        return manifest.read(folder / name_of(step)).scores
+        return manifest.read(folder / folder_name(step)).scores
     except JaxparError:
         return {}
 
@@ -135,6 +135,6 @@ def delete_old(folder: Path, spec: Checkpoints) -> None:
         retained |= {step for _, step in sorted(rank(folder, available, spec))[: spec.keep_best]}
     for step in available:
         if step not in retained:
-            path = folder / name_of(step)
+            path = folder / folder_name(step)
             # renamed first: deleting takes time, and a kill in the middle of it must not leave half a checkpoint
             shutil.rmtree(path.rename(path.with_name(path.name + DELETED)))

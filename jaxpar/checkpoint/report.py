@@ -22,7 +22,7 @@ def ls(where: Path) -> list[dict[str, Any]]:
       JaxparError: If there is no such folder.
     """
     folder = _check_folder(listing.checkpoint_folder(where))
-    rows = [_row(folder / listing.name_of(step)) for step in listing.steps(folder)]
+    rows = [_row(folder / listing.folder_name(step)) for step in listing.steps(folder)]
     labels = {listing.WRITING: "half-written", listing.DELETED: "half-deleted"}
     labels |= {listing.DAMAGED: "set aside", listing.LEFT: "gone behind"}
     for path in sorted(folder.iterdir()):
@@ -38,7 +38,7 @@ def verify(where: Path, step: int | None = None, *, all_of_them: bool = False) -
       JaxparError: If there is none.
     """
     folder = listing.checkpoint_folder(where)
-    paths = [folder / listing.name_of(number) for number in listing.steps(folder)] if all_of_them else []
+    paths = [folder / listing.folder_name(number) for number in listing.steps(folder)] if all_of_them else []
     return [
         {"step": _step(path), "path": str(path), "wrong": manifest.check(path)}
         for path in paths or [listing.find(where, step)]

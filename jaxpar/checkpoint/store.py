@@ -198,7 +198,7 @@ class Store:
 
     def path(self, step: int) -> Path:
         """Folder of a checkpoint."""
-        return self.folder / listing.name_of(step)
+        return self.folder / listing.folder_name(step)
 
     def _note_full_disk(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -225,7 +225,7 @@ def _set_aside(store: Store, problem: Problem, step: int, used: int) -> None:
 
 def _save_scores(folder: Path, step: int, scores: Mapping[str, float], say: Callable[[str], None]) -> None:
     try:
-        manifest.score(folder / listing.name_of(step), scores)
+        manifest.score(folder / listing.folder_name(step), scores)
     except OSError as error:  # without scores a checkpoint is still good: only keep_best cannot choose it
         if error.errno not in FULL:
             raise
@@ -270,7 +270,7 @@ def _load(
       DamagedCheckpoint: If it is damaged.
       JaxparError: If it does not fit.
     """
-    path = folder / listing.name_of(step)
+    path = folder / listing.folder_name(step)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     contents = reading.read_manifest(path)
     arrays, note = saved_replicas.read(path, contents, like, how=replicas, run=str(run))
@@ -288,7 +288,7 @@ def _damage_problems(folder: Path, damaged: Mapping[int, list[str]]) -> list[Pro
         listed = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "")
         result.append(
             Problem(
-                f"checkpoint {folder / listing.name_of(step)} is damaged: {listed}",
+                f"checkpoint {folder / listing.folder_name(step)} is damaged: {listed}",
                 "every byte has the hash that the MANIFEST lists, and the folder the name of its step",
                 f"another step ({others})" if others else "train anew, in another run.dir",
             )

@@ -49,7 +49,7 @@ def begin(
 ) -> PendingWrite:
     """Starts writing a checkpoint; returns when its arrays are copied to the host."""
     arrays = array_files.describe(state)
-    final = folder.resolve() / listing.name_of(step)
+    final = folder.resolve() / listing.folder_name(step)
     writing = final.with_name(final.name + listing.WRITING)
     worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     contents = {"step": step, "written": time.time(), "scores": scores, "arrays": arrays, "replicas": replicas}
@@ -94,7 +94,7 @@ def _finish(parts: list[array_files.HostBlock], writing: Path, final: Path, numb
 def remove(folder: Path, step: int) -> None:
     """Deletes the remains of a failed write."""
     for path in list(listing.remains(folder)):
-        if path.name.startswith(listing.name_of(step) + listing.WRITING):
+        if path.name.startswith(listing.folder_name(step) + listing.WRITING):
             listing.delete(path)
 
 

@@ -60,7 +60,7 @@ def run_launch(args: argparse.Namespace) -> tuple[Any, int]:
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,
         processes=args.processes, restarts=args.restarts,
         nodes=args.nodes, node=args.node, coordinator=args.coordinator,
-        on_failure=lambda ended: report(folder, ended.process, ended.pid, ended.how),
+        on_failure=lambda ended: report(folder, ended.process, ended.pid, ended.description),
         shrink=lambda command, count: fit_processes(
             load(command[1], command[2:], allow_import=allowed), processes=count, most=count - 1
         ),

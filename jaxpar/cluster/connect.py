@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxpar.cluster.environment import Cluster
-from jaxpar.cluster.peers import ANSWER, RULE, Peer, Peers, problem_of
+from jaxpar.cluster.peers import ANSWER, RULE, Peer, Peers, read_problem
 from jaxpar.errors import JaxparError, Problem, refuse
 
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as lost
@@ -133,7 +133,7 @@ def _listen(
         if (message := process_0.receive()) is None:
             continue
         if "word" not in message:
-            return word, problem_of(message["problem"]) if message.get("problem") else None
+            return word, read_problem(message["problem"]) if message.get("problem") else None
         word = str(message["word"])
         problem = check(word)
         process_0.send({"problem": asdict(problem) if problem else None})

@@ -159,7 +159,7 @@ class Peers:
                     if (message := _receive(self.waiting[key.data])) is None:
                         continue
                     if message.get("problem"):
-                        return problem_of(message["problem"])
+                        return read_problem(message["problem"])
                     selector.unregister(key.fileobj)
                     pending.remove(key.data)
                     if "problem" not in message:  # it hung up, or answered something else
@@ -212,7 +212,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     return message
 
 
-def problem_of(message: object) -> Problem:
+def read_problem(message: object) -> Problem:
     """Returns the problem in a message from the other side of a connection."""
     message = message if isinstance(message, dict) else {}
     return Problem(*(str(message.get(key, "")) for key in ("got", "rule", "fix")))

@@ -199,7 +199,7 @@ def hash_part(file: Path, index: int) -> str:
     return digest.hexdigest()
 
 
-def hash_of(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """Hash of a small file; "" if it cannot be read."""
     try:
         return content_hash(file.read_bytes())
@@ -227,7 +227,7 @@ def _new_digest():
     return hashlib.blake2b(digest_size=32)
 
 
-def dtype_of(tokens: int) -> np.dtype:
+def token_dtype(tokens: int) -> np.dtype:
     """The dtype that holds the ids of a vocabulary of this size and both flags."""
     return np.dtype(np.uint16 if tokens <= 2**14 else np.uint32)
 
@@ -242,7 +242,7 @@ def set_flags(ids: np.ndarray, dtype: np.dtype, *, first: bool, learned: np.ndar
 
     Args:
       ids: Tokens of a piece. Shape [n].
-      dtype: The result's dtype, from `dtype_of`.
+      dtype: The result's dtype, from `token_dtype`.
       first: Whether a document begins with the first of them.
       learned: Whether the loss counts each token; None means all. Shape [n], bool.
     """

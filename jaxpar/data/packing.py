@@ -24,7 +24,13 @@ from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.plain_text import Place
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import OURS, Data
-from jaxpar.data.tokenizers.encoders import BuiltinEncoder, Encoder, HuggingFaceEncoder, encode_from, token_settings
+from jaxpar.data.tokenizers.encoders import (
+    BuiltinEncoder,
+    Encoder,
+    HuggingFaceEncoder,
+    document_encoder,
+    token_settings,
+)
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.data.tokens import KEPT, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
 from jaxpar.errors import JaxparError, refuse
@@ -195,7 +201,7 @@ def _check_packed(file: Path, spec: Data, say: Say) -> tuple[Any, str]:
         entry = packed.read_manifest(packed.manifest_path(file))
     except JaxparError as error:
         return None, error.problems[0].got
-    if spec.tokenizer == "bpe" and packed.hash_of(bpe_file(file.parent, spec.vocab, entry.text)) != entry.tokenizer:
+    if spec.tokenizer == "bpe" and packed.hash_file(bpe_file(file.parent, spec.vocab, entry.text)) != entry.tokenizer:
         return entry, f"the tokenizer of {file.name} is altered"
     return entry, packed.find_damage(file, entry, PackingProgress("checking the packed tokens", entry.size, say))
 
@@ -211,7 +217,7 @@ def _pack_text(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, b
             else HuggingFaceEncoder(read_tokenizer(spec.tokenizer), spec.end)
         )
         dtype = encoder.dtype
-        chunks = encode_from(corpus, encoder, PackingProgress("tokenizing", total, say))
+        chunks = document_encoder(corpus, encoder, PackingProgress("tokenizing", total, say))
         size, parts = write_tokens(file, chunks, say)
     elif bpe is not None:
         dtype = np.dtype(np.uint16 if bpe.get_vocab_size() <= 2**16 else np.uint32)
@@ -246,11 +252,11 @@ def _pack_text(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, b
 def _bpe(corpus: Corpus, spec: Data, file: Path, say: Say, *, before: Packed | None) -> tuple[Any, str]:
     """Returns the BPE of a text, trained if there is none yet, and the hash of its file."""
     path = bpe_file(file.parent, spec.vocab, file.stem.rpartition("-")[2])
-    if before is not None and packed.hash_of(path) != before.tokenizer:
+    if before is not None and packed.hash_file(path) != before.tokenizer:
         path.unlink(missing_ok=True)
     progress = PackingProgress("training a bpe", corpus.bytes, say)
     bpe = load_bpe(path) if path.exists() else train_bpe(corpus, spec.vocab, path, progress)
-    return bpe, packed.hash_of(path)
+    return bpe, packed.hash_file(path)
 
 
 def _update_mark(file: Path, found: Packed, mark: str) -> Packed:

@@ -87,7 +87,7 @@ class Mixture:
         """Returns the training batch of a step."""
         positions = np.arange(step * size, (step + 1) * size)[slice(None) if rows is None else rows]
         owners, inner = self._locate(positions)
-        parts = {owner: self.sets[owner].at_positions(inner[owners == owner]) for owner in np.unique(owners).tolist()}
+        parts = {owner: self.sets[owner].take_positions(inner[owners == owner]) for owner in np.unique(owners).tolist()}
         batch: Batch = {}
         for owner, part in parts.items():
             for name, value in part.items():
@@ -109,7 +109,7 @@ class Mixture:
         owners = np.searchsorted(ends, chosen, side="right")
         begins = np.concatenate([[0], ends[:-1]])
         parts = [
-            source.by_index(source.held_out_indices[chosen[owners == owner] - begins[owner]])
+            source.take_indices(source.held_out_indices[chosen[owners == owner] - begins[owner]])
             for owner, source in enumerate(self.sets)
             if owner in owners
         ]

@@ -83,13 +83,13 @@ class Examples(ABC):
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
-        return self.at_positions(np.arange(step * size, (step + 1) * size)[slice(None) if rows is None else rows])
+        return self.take_positions(np.arange(step * size, (step + 1) * size)[slice(None) if rows is None else rows])
 
     def where(self, step: int, size: int, row: int) -> str:
         """Describes where a row of a training batch comes from."""
         return f"example {self._batch_indices(step, size)[row]} of {self.spec.path or self.spec.source}"
 
-    def at_positions(self, positions: np.ndarray) -> Batch:
+    def take_positions(self, positions: np.ndarray) -> Batch:
         """Returns the examples at positions of the endless sequence of epochs, as a mixture draws them."""
         return self._rows(
             self.train_indices[
@@ -97,7 +97,7 @@ class Examples(ABC):
             ]
         )
 
-    def by_index(self, indices: np.ndarray) -> Batch:
+    def take_indices(self, indices: np.ndarray) -> Batch:
         """Returns examples by index among all, such as some of `train_indices` or `held_out_indices`."""
         return self._rows(indices)
 

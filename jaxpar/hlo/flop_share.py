@@ -58,7 +58,7 @@ class FlopShare:
         return sum(flop for flop, _ in self.matmuls) / self.devices
 
     @cached_property
-    def by_line(self) -> dict[tuple[str, int], float]:
+    def flop_by_line(self) -> dict[tuple[str, int], float]:
         """(file, line) of the user's code to its FLOP on one device."""
         sums: dict[tuple[str, int], float] = defaultdict(float)
         for flop, traceback in self.matmuls:
@@ -175,7 +175,7 @@ def _lines(module: Module, share: FlopShare) -> list[str]:
             line, function = _line(module.stack(visit.op))
             computed[line] += (visit.times or 1) * flop * (not visit.squeezed)
             functions[line] = function
-    gaps = {line: flop - share.by_line.get(line, 0.0) for line, flop in computed.items()}
+    gaps = {line: flop - share.flop_by_line.get(line, 0.0) for line, flop in computed.items()}
     top = sorted((line for line in gaps if gaps[line] > 0 and functions[line]), key=lambda line: -gaps[line])[:_NAMED]
     return [f"{Path(line[0]).name}:{line[1]} in {functions[line]}" for line in top]
 

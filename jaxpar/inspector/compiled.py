@@ -30,7 +30,7 @@ from jax.stages import Lowered
 
 from jaxpar.errors import refuse
 from jaxpar.files import partial_path
-from jaxpar.mesh.absent_gpus import make_toolkit, target_config_of
+from jaxpar.mesh.absent_gpus import find_target_config, make_toolkit
 from jaxpar.mesh.xla import dropped_option_warning, unknown_option
 
 CACHE_FORM = 2  # version of an entry: increment it whenever the fields or their meaning change
@@ -249,7 +249,7 @@ def cache_file(lowered: Lowered, devices: Sequence[Any], options: dict[str, Any]
         "program": lowered.as_text(debug_info=True),  # with the source lines that findings show
         "devices": [(device.id, device.process_index, device.device_kind) for device in devices],
         # all that XLA knows of an absent chip (memory, links); a real chip is identified by its machine
-        "described": target_config_of(devices[0]) or platform.node(),
+        "described": find_target_config(devices[0]) or platform.node(),
         "options": options,
         "flags": os.environ.get("XLA_FLAGS"),
         "settings": {name: repr(v) for name, v in jax.config.values.items() if not name.startswith(_OF_CACHES)},

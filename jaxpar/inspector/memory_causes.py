@@ -138,7 +138,7 @@ def _merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def by_cause(compiled: Compiled, module: Module, causes: ArrayCauses) -> list[Share]:
+def bytes_by_cause(compiled: Compiled, module: Module, causes: ArrayCauses) -> list[Share]:
     """Bytes by cause; they add up to `total(compiled)`.
 
     Bytes of the arguments beyond their shapes (padding) are a separate entry under everything else.
@@ -159,7 +159,7 @@ def by_cause(compiled: Compiled, module: Module, causes: ArrayCauses) -> list[Sh
     uncovered = compiled.temporary
     reader = _Reader(module, causes)
     for buffer, size in cover(temporaries(compiled)):
-        cause, name = reader.cause_of(buffer)
+        cause, name = reader.buffer_cause(buffer)
         shares[cause][name] += size
         uncovered -= size
     if uncovered:
@@ -212,7 +212,7 @@ class _Reader:
         large = {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
         return large | {(math.prod(dims[:-1]), dims[-1]) for dims in large}  # in matmuls XLA merges batch and sequence
 
-    def cause_of(self, buffer: Buffer) -> tuple[str, str]:
+    def buffer_cause(self, buffer: Buffer) -> tuple[str, str]:
         """The cause, and the name of the array."""
         op = self._maker(buffer)
         label = op.label if op else ""

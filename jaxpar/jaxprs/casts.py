@@ -28,12 +28,12 @@ from jaxpar.jaxprs.dataflow import (
     Env,
     Scan,
     Traced,
-    consts_of,
-    jaxpr_of,
+    jaxpr_consts,
     replace_equations,
     rewrite,
     rewrite_param,
     shapes,
+    unwrap_jaxpr,
 )
 
 
@@ -132,15 +132,15 @@ def _is_narrower(eqn: JaxprEqn) -> bool:
 
 
 def _inner_jaxpr(eqn: JaxprEqn) -> Jaxpr:
-    return jaxpr_of(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+    return unwrap_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
 
 def _without_casts(inner: object, dtypes: Mapping[int, Any]) -> Any:
     """Returns a jaxpr, closed as `inner` is, some of whose inputs have other dtypes: those to which it casts them."""
-    jaxpr = jaxpr_of(inner)
+    jaxpr = unwrap_jaxpr(inner)
     avals = shapes(jaxpr.invars)
     inputs = [jax.ShapeDtypeStruct(aval.shape, dtypes.get(i, aval.dtype)) for i, aval in enumerate(avals)]
-    closed = jax.make_jaxpr(lambda *args: _run(jaxpr, consts_of(inner), args, dtypes))(*inputs)
+    closed = jax.make_jaxpr(lambda *args: _run(jaxpr, jaxpr_consts(inner), args, dtypes))(*inputs)
     return closed if isinstance(inner, ClosedJaxpr) else closed.jaxpr
 
 

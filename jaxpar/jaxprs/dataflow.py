@@ -113,7 +113,7 @@ def primitives(eqns: Sequence[JaxprEqn]) -> set[str]:
     return names.union(*(primitives(inner.eqns) for eqn in eqns for inner in jaxprs_in_params(eqn.params)))
 
 
-def after(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:
+def dependent_variables(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:
     """Returns these inputs and all variables that depend on them."""
     dependents = variables(inputs)
     for eqn in eqns:
@@ -197,7 +197,7 @@ def _inline(jaxpr: Jaxpr, consts: Sequence, args: Sequence, calls: Sequence[str]
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             scope = str(eqn.source_info.name_stack)  # scopes in the inner jaxpr begin at the call
             with jax.named_scope(scope) if scope else nullcontext():
-                results = _inline(jaxpr_of(inner), consts_of(inner), values, calls)
+                results = _inline(unwrap_jaxpr(inner), jaxpr_consts(inner), values, calls)
             env.update(zip(eqn.outvars, results, strict=True))
         elif name == "scan":
             env.update(zip(eqn.outvars, _inline_scan(Scan(eqn), values, calls), strict=True))
@@ -227,7 +227,7 @@ class Scan:
 
     def __init__(self, eqn: JaxprEqn):
         self.eqn = eqn
-        self.body, self.body_consts = jaxpr_of(eqn.params["jaxpr"]), consts_of(eqn.params["jaxpr"])
+        self.body, self.body_consts = unwrap_jaxpr(eqn.params["jaxpr"]), jaxpr_consts(eqn.params["jaxpr"])
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.xs = sum(_is_stack(*pair) for pair in zip(eqn.invars, self.body.invars, strict=True))
         self.carry = sum(not _is_stack(*pair) for pair in zip(eqn.outvars, self.body.outvars, strict=True))
@@ -247,12 +247,12 @@ def split_groups(items: Sequence, counts: Sequence[int]) -> list[list]:
     return groups
 
 
-def jaxpr_of(inner: Any) -> Jaxpr:
+def unwrap_jaxpr(inner: Any) -> Jaxpr:
     """Returns the jaxpr in a parameter of an equation, closed or not."""
     return getattr(inner, "jaxpr", inner)
 
 
-def consts_of(inner: object) -> Sequence:
+def jaxpr_consts(inner: object) -> Sequence:
     """Returns the constants of a closed jaxpr, or () for a jaxpr that is not closed."""
     return getattr(inner, "consts", ())
 

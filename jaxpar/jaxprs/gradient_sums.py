@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.jaxprs.dataflow import REMAT, Scan, consts_of, jaxpr_of, shapes, variables
+from jaxpar.jaxprs.dataflow import REMAT, Scan, jaxpr_consts, shapes, unwrap_jaxpr, variables
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.sharding.names import shard_counts
 
@@ -70,19 +70,19 @@ class ExampleSum:
         return self.shard_bytes(axis) * (remaining[0].params["sharding"].mesh.shape[axis] - 1) if remaining else 0
 
 
-def body_of(scan: Scan) -> tuple[Jaxpr, Sequence]:
+def scan_body(scan: Scan) -> tuple[Jaxpr, Sequence]:
     """Returns the body of a scan; if the body is a single checkpointed call, the body of that call."""
     body, consts = scan.body, scan.body_consts
     if len(body.eqns) == 1 and body.eqns[0].primitive.name in REMAT and not body.eqns[0].params["prevent_cse"]:
         (eqn,) = body.eqns
-        inner = jaxpr_of(eqn.params["jaxpr"])
+        inner = unwrap_jaxpr(eqn.params["jaxpr"])
         ends = [*eqn.invars, *body.outvars]
         plain = not consts and len(variables(ends)) == len(ends) and {*eqn.invars} == {*body.invars}
         if plain and {*body.outvars} <= {*eqn.outvars}:
             inner_inputs: dict[Any, Any] = dict(zip(eqn.invars, inner.invars, strict=True))
             inner_outputs: dict[Any, Any] = dict(zip(eqn.outvars, inner.outvars, strict=True))
             ins, outs = [inner_inputs[var] for var in body.invars], [inner_outputs[var] for var in body.outvars]
-            return inner.replace(invars=ins, outvars=outs), consts_of(eqn.params["jaxpr"])
+            return inner.replace(invars=ins, outvars=outs), jaxpr_consts(eqn.params["jaxpr"])
     return body, consts
 
 
@@ -118,7 +118,7 @@ def _all_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, Examp
     if eqn.primitive.name != "scan" or rows % ways:
         return {}
     scan = Scan(eqn)
-    body, _ = body_of(scan)
+    body, _ = scan_body(scan)
     producers = {var: body_eqn for body_eqn in body.eqns for var in body_eqn.outvars}
     reads = [*body.outvars, *(var for body_eqn in body.eqns for var in body_eqn.invars)]
     times = Counter(var for var in reads if not isinstance(var, Literal))

@@ -37,10 +37,10 @@ from jaxpar.jaxprs.dataflow import Env, Scan, rewrite, shapes, split_groups
 from jaxpar.jaxprs.gradient_sums import (
     FREE,
     ExampleSum,
-    body_of,
     find_shard_sums,
     find_sums,
     is_cast,
+    scan_body,
     split_dim,
 )
 from jaxpar.models.dim_names import constrain_to, spec_axes
@@ -117,7 +117,7 @@ def _run(
 ) -> list[jax.Array]:
     """Runs a scan: `in_scan` computes a sum's entry of its stack in the body, `after_scan` the gradients from it."""
     scan = Scan(eqn)
-    body, body_consts = body_of(scan)
+    body, body_consts = scan_body(scan)
     consts, first, xs = split_groups(args, [scan.consts, scan.carry, scan.xs])
     replaced = {id(body_eqn) for gradient in sums.values() for body_eqn in (gradient.eqn, *gradient.later_equations)}
 

@@ -128,8 +128,8 @@ def _scan(
     eqn, body = scan.eqn, scan.body
     inputs = list(zip(eqn.invars, body.invars, strict=True))
     first = scan.consts + scan.carry
-    placed = [(place, inner) for outer, inner in inputs[first:] if (place := _entry_of(outer, read))]
-    plain_inputs = [(outer, inner) for outer, inner in inputs[first:] if not _entry_of(outer, read)]
+    placed = [(place, inner) for outer, inner in inputs[first:] if (place := _find_entry(outer, read))]
+    plain_inputs = [(outer, inner) for outer, inner in inputs[first:] if not _find_entry(outer, read)]
     outs = list(zip(eqn.outvars, body.outvars, strict=True))[scan.carry :]
     stacked_outputs = [(outer, inner) for outer, inner in outs if outer not in into]
     targets = [(into[outer], inner, outer) for outer, inner in outs if outer in into]
@@ -160,6 +160,6 @@ def _scan(
     return dict(zip([outer for _, _, outer in targets], buffers, strict=True))
 
 
-def _entry_of(item: Var | Literal, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
+def _find_entry(item: Var | Literal, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
     """Returns the buffer entry of a variable; None for a literal."""
     return None if isinstance(item, Literal) else places.get(item)

@@ -27,7 +27,17 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
-from jaxpar.jaxprs.dataflow import REMAT, Env, Scan, after, is_key, primitives, shapes, split_groups, variables
+from jaxpar.jaxprs.dataflow import (
+    REMAT,
+    Env,
+    Scan,
+    dependent_variables,
+    is_key,
+    primitives,
+    shapes,
+    split_groups,
+    variables,
+)
 from jaxpar.sharding.names import AGAIN
 
 # XLA fuses them into the readers of their results, so recomputing them costs no extra pass through memory
@@ -68,7 +78,7 @@ def smallest_residuals(
             queue.extend(sources[var])
     edges: dict[Any, dict[Any, int]] = defaultdict(dict)
     for var, operands in sources.items():
-        edges[var, "in"][var, "out"] = bytes_of(var)
+        edges[var, "in"][var, "out"] = variable_bytes(var)
         for x in operands:
             edges[x, "out"][var, "in"] = _ENDLESS
         if not operands:
@@ -80,7 +90,7 @@ def smallest_residuals(
     return saved, _equations_between(eqns, {*free, *saved}, wanted)
 
 
-def bytes_of(var: Any) -> int:
+def variable_bytes(var: Any) -> int:
     """Returns the bytes of a variable, on all devices that XLA splits it over together."""
     return max(1, var.aval.size * (8 if is_key(var) else var.aval.dtype.itemsize))
 
@@ -205,7 +215,7 @@ def _pairs(jaxpr: Jaxpr, x: Collection[Var]) -> list[ScanPair]:
     for eqn in jaxpr.eqns:
         for var in variables(eqn.invars):
             readers.setdefault(var, []).append(eqn)
-    of_x, pairs = after(jaxpr.eqns, x), []
+    of_x, pairs = dependent_variables(jaxpr.eqns, x), []
     for forward in scans:
         scan, stacks = Scan(forward), {}
         free = {*scan.body.invars[: scan.consts], *scan.body.invars[scan.consts + scan.carry :]}  # never saved
@@ -246,7 +256,7 @@ def _is_in(item: Var | Literal, some: Collection[Var]) -> bool:
 
 
 def _less(kept: Collection[Var], before: Collection[Var]) -> bool:
-    return sum(map(bytes_of, kept)) < sum(map(bytes_of, set(before)))
+    return sum(map(variable_bytes, kept)) < sum(map(variable_bytes, set(before)))
 
 
 def _run_forward(pair: ScanPair, env: Env) -> list:

@@ -105,7 +105,7 @@ class _Rewriter:
         self.known |= {var: self.substitute(out) for var, out in zip(eqn.outvars, closed.jaxpr.outvars, strict=True)}
         return True
 
-    def needed(self, outs: Sequence[object]) -> list[JaxprEqn]:
+    def live_equations(self, outs: Sequence[object]) -> list[JaxprEqn]:
         """Returns the equations, except for sums that no equation reads any more."""
         needed_eqns, reads = [], variables(outs)
         for eqn in reversed(self.eqns):
@@ -122,7 +122,7 @@ def _rewrite_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in jaxpr.eqns:
         rewriting.rewrite(eqn)
     outs = [rewriting.substitute(var) for var in jaxpr.outvars]
-    return jaxpr.replace(eqns=rewriting.needed(outs), outvars=outs)
+    return jaxpr.replace(eqns=rewriting.live_equations(outs), outvars=outs)
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:

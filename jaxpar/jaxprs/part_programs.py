@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var  # pyright: ignore[reportPrivateImportUsage]
 
-from jaxpar.jaxprs.dataflow import Env, PrunedJaxpr, after, needed_equations, variables
+from jaxpar.jaxprs.dataflow import Env, PrunedJaxpr, dependent_variables, needed_equations, variables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,7 +99,7 @@ class JaxprCut:
     def __init__(self, jaxpr: ClosedJaxpr, inputs: Inputs):
         self.jaxpr, self.inputs = jaxpr, inputs
         eqns = jaxpr.jaxpr.eqns
-        self.sent = after(eqns, inputs.params) & after(eqns, [*inputs.data, *inputs.state])
+        self.sent = dependent_variables(eqns, inputs.params) & dependent_variables(eqns, [*inputs.data, *inputs.state])
 
     def parts(
         self, part_of: Sequence[int], outs: Sequence, state: Mapping[int, Var] | None = None, *, count: int
@@ -160,7 +160,7 @@ def state_of_parameters(
     eqns, reads, found = jaxpr.jaxpr.eqns, {}, set()
     while True:
         roots = {*params, *batch, *(state[i] for i in found)}
-        dependent = after(eqns, roots)
+        dependent = dependent_variables(eqns, roots)
         # a loop over layers computes both their results and their random keys: only the latter's part of it counts
         for i, var in enumerate(new_state):
             if variables([var]) & dependent and i not in reads:

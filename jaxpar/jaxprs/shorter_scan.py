@@ -29,10 +29,10 @@ from jaxpar.jaxprs.dataflow import (
     Env,
     Scan,
     Traced,
-    consts_of,
-    jaxpr_of,
+    jaxpr_consts,
     needed_equations,
     split_groups,
+    unwrap_jaxpr,
 )
 
 KEEP_LAYERS = ("convert_element_type", "sharding_constraint", "copy")  # leave dim 0 as it is
@@ -83,8 +83,8 @@ class _Evaluation:
                 short |= self._scan(env, eqn, which)
             elif kind in PLAIN_CALLS:
                 inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-                ins = {var for var, flag in zip(jaxpr_of(inner).invars, which, strict=True) if flag}
-                out, outs = self.run(jaxpr_of(inner), consts_of(inner), [env[var] for var in eqn.invars], ins)
+                ins = {var for var, flag in zip(unwrap_jaxpr(inner).invars, which, strict=True) if flag}
+                out, outs = self.run(unwrap_jaxpr(inner), jaxpr_consts(inner), [env[var] for var in eqn.invars], ins)
                 env.update(zip(eqn.outvars, out, strict=True))
                 short |= {var for var, flag in zip(eqn.outvars, outs, strict=True) if flag}
             elif kind in KEEP_LAYERS:
@@ -194,7 +194,7 @@ class _MaskedEvaluation:
     def _call(self, env: Env, eqn: JaxprEqn, which: list[bool], read: set) -> None:
         """Runs a call that reads a stack; checkpoints it if it is checkpointed."""
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        jaxpr, consts = jaxpr_of(inner), consts_of(inner)
+        jaxpr, consts = unwrap_jaxpr(inner), jaxpr_consts(inner)
         outs = [(outer, var) for outer, var in zip(eqn.outvars, jaxpr.outvars, strict=True) if outer in read]
 
         def run(count, *args):

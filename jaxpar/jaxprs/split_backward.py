@@ -22,7 +22,7 @@ from jax.extend.core import Var
 from jaxpar.jaxprs.dataflow import (
     Env,
     Traced,
-    after,
+    dependent_variables,
     inline_calls,
     needed_equations,
     shapes,
@@ -138,9 +138,9 @@ class _JointJaxpr:
 
         # equations that depend on g are the backward; of the others, the backward recomputes those that do not depend
         # on x but on parameters only, instead of saving a copy for each microbatch in flight
-        after_g, after_x = after(jaxpr.eqns, self.g), after(jaxpr.eqns, xs)
+        after_g, after_x = dependent_variables(jaxpr.eqns, self.g), dependent_variables(jaxpr.eqns, xs)
         if whole:
-            after_x |= after(jaxpr.eqns, p) & after(jaxpr.eqns, k)
+            after_x |= dependent_variables(jaxpr.eqns, p) & dependent_variables(jaxpr.eqns, k)
         backward_eqns = [eqn for eqn in jaxpr.eqns if any(var in after_g for var in eqn.outvars)]
         forward_eqns = [eqn for eqn in jaxpr.eqns if not any(var in after_g for var in eqn.outvars)]
         recomputed = [eqn for eqn in forward_eqns if not any(var in after_x for var in eqn.outvars)]

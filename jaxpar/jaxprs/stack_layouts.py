@@ -22,7 +22,7 @@ from jax.extend.core import (
     Var,
 )
 
-from jaxpar.jaxprs.dataflow import CALLS, Scan, jaxpr_of, rewrite, shapes, variables
+from jaxpar.jaxprs.dataflow import CALLS, Scan, rewrite, shapes, unwrap_jaxpr, variables
 
 MATRIX = 2  # dims up to which XLA was observed to use one layout
 
@@ -61,7 +61,7 @@ def _products(jaxpr: Jaxpr, found: set[Any]) -> set[Any]:
             (_, _), (batch, _) = eqn.params["dimension_numbers"]
             found |= {*eqn.outvars} if batch else set()
         elif eqn.primitive.name in CALLS:
-            inner = jaxpr_of(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+            inner = unwrap_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
             given = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if _is_in(found, var)}
             results = _products(inner, given)
             found |= {var for var, own in zip(eqn.outvars, inner.outvars, strict=True) if _is_in(results, own)}

@@ -20,11 +20,11 @@ from jaxpar.jaxprs.dataflow import (
     CALLS,
     Env,
     Scan,
-    jaxpr_of,
     replace_equations,
     rewrite,
     rewrite_param,
     shapes,
+    unwrap_jaxpr,
     variables,
 )
 from jaxpar.jaxprs.gradient_sums import FREE, constraint_axes
@@ -181,7 +181,7 @@ def _is_accumulated(var: Any, producers: Mapping[Any, JaxprEqn]) -> bool:
         inner = {out: each for each in scan.body.eqns for out in each.outvars}
         return index < scan.carry and _adds_to(scan.body.invars[scan.consts + index], scan.body.outvars[index], inner)
     if name in CALLS:
-        inner = next(jaxpr_of(eqn.params[key]) for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
+        inner = next(unwrap_jaxpr(eqn.params[key]) for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
         return _is_accumulated(inner.outvars[eqn.outvars.index(var)], {v: e for e in inner.eqns for v in e.outvars})
     operands = eqn.invars if name in (*ADDS, "mul") else eqn.invars[:1] if name in SAME_ENTRIES else ()
     return any(_is_accumulated(operand, producers) for operand in operands)

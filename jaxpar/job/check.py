@@ -29,7 +29,7 @@ from jaxpar.job.parts.batches import abstract_batch, batch_factors, check_evalua
 from jaxpar.job.parts.measures import check_loggers, derived_metrics, evaluation_set_names, resolve_measures
 from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
 from jaxpar.job.parts.names import check_pictures, has_validation
-from jaxpar.job.parts.optimizers import best_of, check_optimizer, note_optimizer, resolve_optimizer
+from jaxpar.job.parts.optimizers import best_evaluation, check_optimizer, note_optimizer, resolve_optimizer
 from jaxpar.job.parts.pretrained_start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible_devices
@@ -126,7 +126,7 @@ def resolve(
         else None
     )
     # for sizes that do not fit, the count alone: the devices would repeat the problem in other words
-    places = devices if devices is not None and sizes else devices_of(job)
+    places = devices if devices is not None and sizes else job_devices(job)
     layout = attempt(lambda: annotate_layout(job, compose(blueprint, parallel, places))) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in declaration_problems(parallel) if problem not in problems)
@@ -169,7 +169,7 @@ def annotate_layout(job: Job, layout: Layout) -> Layout:
     return dataclasses.replace(layout, target=parse_target(job.mesh.target).chip.key) if job.mesh.target else layout
 
 
-def devices_of(job: Job) -> Simulated | int:
+def job_devices(job: Job) -> Simulated | int:
     """Returns the devices argument of `compose` for a job, whose devices may be absent."""
     count = device_count(job)
     simulated = job.mesh.simulate or (not job.mesh.names_devices and is_simulated(visible_devices()))
@@ -381,7 +381,7 @@ def _trace(
             for set_name in evaluation_set_names(job)
             for name in evaluation_names((*metrics, *measure_names), set_name)
         }
-        best_of(job).check(rows, keeps=job.checkpoint.keep_best)
+        best_evaluation(job).check(rows, keeps=job.checkpoint.keep_best)
     return max(scores, default=0) // (job.train.accumulate * layout.microbatches), notes
 
 

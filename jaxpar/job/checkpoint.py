@@ -185,7 +185,7 @@ def _check_resume(job: Job, layout: Layout, folder: Path, steps: list[int]) -> i
     """
     damaged: list[Problem] = []
     for step in reversed(steps):
-        path = folder / listing.name_of(step)
+        path = folder / listing.folder_name(step)
         try:
             manifest = reading.read_manifest(path)
         except reading.DamagedCheckpoint as error:

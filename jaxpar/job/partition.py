@@ -22,7 +22,7 @@ from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import FOUND, Pipeline
 from jaxpar.partition.chain import dumps
 from jaxpar.partition.stages import PartitionStage
-from jaxpar.sharding.names import Compute, by_path
+from jaxpar.sharding.names import Compute, leaves_by_path
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces
 from jaxpar.step.stochastic_loss import carry_key, key_parameter
@@ -48,7 +48,9 @@ def traced_job(job: Job, rows: int) -> TracedPieces:
         name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in abstract_batch(job).items()
     }
     compute = Compute(train=True, dtype=numerics.dtype, remat=numerics.remat)
-    whole = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in sorted(by_path(params).items())}
+    whole = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in sorted(leaves_by_path(params).items())
+    }
     return trace_pieces(layout, loss, compute, lambda value: value, whole, state, batch)
 
 

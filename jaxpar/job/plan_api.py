@@ -86,10 +86,10 @@ def _format_argument(batch: Any) -> str:
 
 
 def _trace_step(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> Any:
-    from jaxpar.job.parts.plan_traced import recipe_of, trace_model
+    from jaxpar.job.parts.plan_traced import build_recipe, trace_model
 
     blueprint = step.layout.blueprint
-    recipe = recipe_of(blueprint, step.optimizer, step.layout.frozen, name="the step's optimizer")
+    recipe = build_recipe(blueprint, step.optimizer, step.layout.frozen, name="the step's optimizer")
     arrays = ", ".join(f"{key} {leaf.dtype}{list(leaf.shape)}" for key, leaf in batch.items())
     rule, fix = "model and loss accept the batch", "the arrays that they read, or the line of the model that this names"
     return trace_model(

@@ -40,8 +40,8 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.measures import derived_metrics, resolve_loggers
 from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import counted_unit
-from jaxpar.job.parts.optimizers import best_of
-from jaxpar.job.parts.plan_traced import candidate_of
+from jaxpar.job.parts.optimizers import best_evaluation
+from jaxpar.job.parts.plan_traced import layout_candidate
 from jaxpar.measure.record import versions, where
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
@@ -332,7 +332,7 @@ def record(built: BuiltJob) -> dict[str, Any]:
 def _candidate(built: BuiltJob) -> dict[str, Any]:
     """Returns the layout as a planner candidate, {} if the planner cannot model it."""
     try:
-        return asdict(candidate_of(built.job, built.layout))
+        return asdict(layout_candidate(built.job, built.layout))
     except JaxparError:
         return {}
 
@@ -359,7 +359,8 @@ def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog:
         learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=span, skipped=log.skipped), good=batch_spec(job), skipped=skipped,
         trace=StepTrace(folder if watchdog.process == 0 else None, train.profile, progress.say),
-        noise=noise, growth=train.growth, best=best_of(job), derived=derived_metrics(job), larger=built.later_steps,
+        noise=noise, growth=train.growth, best=best_evaluation(job), derived=derived_metrics(job),
+        larger=built.later_steps,
     )  # fmt: skip
 
 

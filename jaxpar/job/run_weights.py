@@ -24,13 +24,13 @@ from jaxpar.errors import refuse
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.files import write_json
 from jaxpar.job.build import BuiltJob
-from jaxpar.job.file.run_folder import NAME, job_of
+from jaxpar.job.file.run_folder import NAME, read_job
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import data_ends, end_tokens, with_saved_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.names import PREFERENCES
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.job.parts.pretrained_start import check_start, decoder_of, rules_of
+from jaxpar.job.parts.pretrained_start import check_start, decoder_settings, import_rules
 from jaxpar.mesh.devices import visible_devices
 from jaxpar.models.huggingface.folder import (
     CONFIG,
@@ -47,7 +47,7 @@ from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import merge_adapters
-from jaxpar.sharding.names import by_path
+from jaxpar.sharding.names import leaves_by_path
 from jaxpar.step import state
 from jaxpar.step.initial_params import start_from_params
 from jaxpar.step.model import model
@@ -99,7 +99,7 @@ def load_model(
             rule="the folder of a run of `jaxpar train` says which model was trained",
             fix="jp.model(step.layout, jp.restore(folder, step)), with the step of a run of jp.fit",
         )
-    job = job_of(path, allow_import=allow_import)
+    job = read_job(path, allow_import=allow_import)
     if job.sweep.over or job.effective_parallel.exchange.global_model == NO_MODEL:
         raise refuse(
             f"jp.model of {str(folder)!r:.200}, a run of several models",
@@ -130,7 +130,7 @@ def start_run(built: BuiltJob) -> tuple[State, str]:
 
 def _write_ends(job: Job, run: Path, to: Path) -> None:
     """Writes the run's end-of-text tokens into the exported configs, unless these include them already."""
-    vocab = read_config(to / CONFIG).get("vocab_size", 0) if job.checkpoint.rules else decoder_of(job).vocab
+    vocab = read_config(to / CONFIG).get("vocab_size", 0) if job.checkpoint.rules else decoder_settings(job).vocab
     ends = [token for token in end_tokens(job, run, run / KEPT) if token < vocab]
     if not set(data_ends(job, run)) <= set(end_ids(to)):
         for file in (to / CONFIG, to / GENERATION):
@@ -140,7 +140,7 @@ def _write_ends(job: Job, run: Path, to: Path) -> None:
 
 def _write_tokenizer(source: Path, to: Path) -> list[Path]:
     """Exports the tokenizer of a run without a pretrained model, and its bos token."""
-    if (begin := read_tokenizer(source).id_of("bos_token")) is not None:
+    if (begin := read_tokenizer(source).special_id("bos_token")) is not None:
         write_json(to / CONFIG, read_config(to / CONFIG) | {"bos_token_id": begin})
     return copy_small_files(source, to)
 
@@ -159,8 +159,8 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
     path = listing.find(where, step).resolve()
     manifest = reading.read_manifest(path)
     run = path.parent.parent
-    job = with_saved_tokenizer(job_of(run), run)
-    settings = None if job.checkpoint.rules else decoder_of(job)
+    job = with_saved_tokenizer(read_job(run), run)
+    settings = None if job.checkpoint.rules else decoder_settings(job)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     targets = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -172,7 +172,7 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
         for name, value in saved_replicas.read_as_one(path, manifest, targets).items()
     }
     if job.train.adapters.rank or job.train.loss == PREFERENCES:
-        params = by_path(merge_adapters(as_blueprint(resolve_model(job, resolve_loss(job))), params))
+        params = leaves_by_path(merge_adapters(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     origin = run / KEPT if is_folder(run / KEPT) else None
     files = export(params, settings, to, origin=origin) if settings else _export_by_rules(job, params, to, run / KEPT)
     if not is_folder(run / KEPT) and job.data.tokenizer not in OURS:
@@ -185,4 +185,4 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
 def _export_by_rules(job: Job, params: dict[str, Any], to: Path, origin: Path) -> list[Path]:
     from jaxpar.train.api.huggingface import write_by_rules  # other runs do not load it
 
-    return write_by_rules(to, params, rules_of(job), origin=origin)
+    return write_by_rules(to, params, import_rules(job), origin=origin)

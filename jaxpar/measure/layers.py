@@ -159,7 +159,7 @@ def layers(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Nu
     profile = measure(model, loss, batch, numerics, said=said)
     print(f"Input: {said}; times measured, bytes exact")
     print("layer             forward  backward   activations    parameters       storage        work     depth")
-    work = counted(model, loss, batch, numerics)
+    work = count_work(model, loss, batch, numerics)
     for node, each in zip(profile.nodes[1:], work, strict=True):
         times = "".join(f"{show_seconds(ms / 1e3):>10}" for ms in (node.forward, node.backward))
         sizes = "".join(f"{show_bytes(size):>14}" for size in (node.activations, node.parameters, node.storage))
@@ -200,7 +200,7 @@ def measure(model: object, loss: Callable, batch: Mapping[str, Any], numerics: N
     return Profile(tuple(nodes), tuple(pairwise(names)))
 
 
-def counted(model: object, loss: Callable, batch: Mapping[str, object], numerics: Numerics) -> list[WorkDepth]:
+def count_work(model: object, loss: Callable, batch: Mapping[str, object], numerics: Numerics) -> list[WorkDepth]:
     """Returns the work and depth of each layer in a forward pass, in the order of `measure`; nothing is run."""
     pieces = Pieces.from_model(model, loss, numerics)
     before, block, head = _functions(pieces)

@@ -252,7 +252,7 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
     for name, one in fits.items():
         print(describe_fit(name, one))
     source = f"jaxpar measure links on {describe(devices)}, {today()}, jax {jax.__version__}"
-    table = table_of(fits, size, source)
+    table = links_table(fits, size, source)
     destination.write("links", table)
     return {
         "timings": {name: [asdict(each) for each in some] for name, some in timings.items()},
@@ -269,7 +269,7 @@ def fit(timings: dict[str, list[Timing]]) -> dict[str, LinkFit]:
     return fits
 
 
-def table_of(fits: dict[str, LinkFit], per_node: int, source: str) -> dict[str, Any]:
+def links_table(fits: dict[str, LinkFit], per_node: int, source: str) -> dict[str, Any]:
     """Returns the table [links] of a chip file; if machines have one device, `between` also fills `inside`."""
     first = fits.get("inside") or fits["between"]
     link = {name: {"latency": one.link.latency, "bandwidth": one.link.bandwidth} for name, one in fits.items()}

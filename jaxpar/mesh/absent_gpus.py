@@ -71,7 +71,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
     return tuple(topology_desc.devices)
 
 
-def target_config_of(device: object) -> str | None:
+def find_target_config(device: object) -> str | None:
     """Returns the target description that XLA got for an absent GPU; None for a real device."""
     return _DESCRIBED.get(device)
 

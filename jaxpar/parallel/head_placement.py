@@ -20,7 +20,7 @@ from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.declaration import HELD, LEAST, PHASED, UNNAMED, Parallel
 from jaxpar.parallel.layout import Layout, Placement, with_note
-from jaxpar.sharding.names import Blueprint, Compute, Tree, Use, by_path, nest, shard_bytes
+from jaxpar.sharding.names import Blueprint, Compute, Tree, Use, leaves_by_path, nest, shard_bytes
 from jaxpar.sharding.stacks import Lists
 from jaxpar.units import show_bytes
 
@@ -115,7 +115,7 @@ def _stack_placement(layout: Layout, paths: tuple[str, ...]) -> Placement:
 
 def _bind(blueprint: Blueprint, lists: Lists, params: Tree, state: Tree, use: Use, compute: Compute) -> Any:
     """Binds the model to the layers of its stacks; if a stack has too few, its last layer replaces the missing ones."""
-    flat, names = by_path(params), {}
+    flat, names = leaves_by_path(params), {}
     for stack, members in lists.items():
         value = flat.pop(stack)
         slices = [value[i] for i in range(value.shape[0])]

@@ -104,12 +104,15 @@ def waiting_share(schedule: Schedule, times: OpTimes) -> float:
     counts = _counts(schedule)
     runs = [schedule.group / counts[schedule.locate(part)[0]] for part in range(schedule.parts)]
 
-    def of_group(op: float | tuple[float, ...]) -> tuple[float, ...]:
+    def group_times(op: float | tuple[float, ...]) -> tuple[float, ...]:
         of_parts = op if isinstance(op, tuple) else (op,) * schedule.parts
         return tuple(time * number for time, number in zip(of_parts, runs, strict=True))
 
     of_ticks = replace(
-        times, forward=of_group(times.forward), backward=of_group(times.backward), weights=of_group(times.weights)
+        times,
+        forward=group_times(times.forward),
+        backward=group_times(times.backward),
+        weights=group_times(times.weights),
     )
     prices = price(schedule, of_ticks)
     work = sum(count * busy for count, busy in zip(counts, prices.work, strict=True))

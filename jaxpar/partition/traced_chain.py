@@ -24,7 +24,7 @@ MOST = 2_000  # maximum number of pieces: the time of a search grows with its sq
 FORWARDS = 4  # forward (1) and a backward that recomputes it (3), in units of a forward's seconds
 
 
-def bytes_of(variables: Iterable[Var | Literal]) -> float:
+def array_bytes(variables: Iterable[Var | Literal]) -> float:
     """Returns the bytes of arrays."""
     return float(sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in shapes(variables)))
 
@@ -44,8 +44,8 @@ def crossing_bytes(cut: JaxprCut, outs: Iterable) -> list[float]:
     for i, eqn in enumerate(eqns):
         for var in eqn.outvars:
             if last_read.get(var, i) > i:
-                changes[i] += bytes_of([var])
-                changes[last_read[var]] -= bytes_of([var])
+                changes[i] += array_bytes([var])
+                changes[last_read[var]] -= array_bytes([var])
     totals, total = [], 0.0
     for change in changes[:-1]:
         total += change
@@ -86,12 +86,12 @@ def traced_chain(
     for eqn, piece in zip(eqns, pieces, strict=True):
         if flop := flop_of(eqn):
             rate = chip.bf16_flops if itemsize(shapes(eqn.outvars)[0].dtype) == 2 else chip.f32_flops
-            seconds[piece] += FORWARDS * max(flop / rate, bytes_of([*eqn.invars, *eqn.outvars]) / chip.bandwidth)
+            seconds[piece] += FORWARDS * max(flop / rate, array_bytes([*eqn.invars, *eqn.outvars]) / chip.bandwidth)
     for piece, passing in zip(pieces, crossing_bytes(cut, outs), strict=True):
         crossing[piece] = passing  # the value of the last equation of the piece remains
     crossing[-1] = 0.0
     parts = cut.parts(pieces, outs, count=count)
-    parameters = [bytes_of(cut.inputs.params[i] for i in part.params) for part in parts]
+    parameters = [array_bytes(cut.inputs.params[i] for i in part.params) for part in parts]
     for piece in range(count - 2, -1, -1):  # a piece without equations, such as a reshape that does nothing
         if piece not in pieces:
             crossing[piece] = crossing[piece - 1] if piece else 0.0

@@ -65,7 +65,7 @@ def schedule_traits(names: object) -> ScheduleTraits:
     phased, split, forwards_first = (np.zeros(names.shape, bool) for _ in range(3))
     for name in LIBRARY:
         if (matches := names == name).any():
-            table = _table_of(name)
+            table = _example_table(name)
             phased = phased | (matches & table.phased)
             split = split | (matches & table.split)
             forwards_first = forwards_first | (matches & (table.peak[0] == table.microbatches * table.chunks))
@@ -73,7 +73,7 @@ def schedule_traits(names: object) -> ScheduleTraits:
 
 
 @cache
-def _table_of(name: str) -> Schedule:
+def _example_table(name: str) -> Schedule:
     """Returns a small example table of a schedule of the library."""
     stages = 2
     return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].fewest_microbatches(stages)))
@@ -247,7 +247,7 @@ class Choices:
     pipe: int = 0
     axes: Mapping[str, int] = field(default_factory=dict)
 
-    def most(self, axis: str) -> int:
+    def largest_size(self, axis: str) -> int:
         """Returns the largest size of an axis; 0 means unbounded."""
         return getattr(self, axis, 0) if axis in DECLARED else self.axes.get(axis, 0)
 

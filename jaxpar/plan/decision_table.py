@@ -270,13 +270,13 @@ def advise(plan: Plan) -> Advice:
     Args:
       plan: The result of `search`.
     """
-    situation = situation_of(plan.question)
+    situation = find_situation(plan.question)
     rule = next(rule for rule in RULES if rule.fires(situation))
     options = tuple(_options(plan.question, rule))
     return Advice(plan=plan, situation=situation, rule=rule, options=options)
 
 
-def situation_of(question: Question) -> Situation:
+def find_situation(question: Question) -> Situation:
     """Returns the situation of a question in terms of the table.
 
     A model fits if its state and the residuals of one example fit under the remat policy that needs the least memory:

@@ -115,7 +115,7 @@ def improvements(question: Question, ranked: Ranked) -> Iterator[Improvement]:
     Of each kind, the smallest change after which the first layout is no longer hopeless; without one, the best change.
     """
     rows, devices = question.rows, question.devices
-    bounds = {axis: bound for axis in TECHNIQUES if (bound := question.choices.most(axis))}
+    bounds = {axis: bound for axis in TECHNIQUES if (bound := question.choices.largest_size(axis))}
     kinds = (
         [(f"train.global_batch={rows * n}", replace(question, rows=rows * n)) for n in FACTORS],
         [(f"--devices {devices // n}", replace(question, devices=devices // n)) for n in FACTORS if devices % n == 0],

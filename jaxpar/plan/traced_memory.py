@@ -20,12 +20,12 @@ from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
 from jaxpar.plan.techniques.table import added_bytes
 from jaxpar.plan.traced_shape import TracedShape
-from jaxpar.plan.traced_stages import by_kind, per_row, stages_memory
+from jaxpar.plan.traced_stages import evaluate_by_kind, per_row, stages_memory
 
 
 def traced_memory(shape: TracedShape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Memory:
     """Returns the bytes of a device, by cause."""
-    return by_kind(
+    return evaluate_by_kind(
         candidate,
         lambda unpipelined: _memory(shape, unpipelined, software, recipe),
         lambda staged: stages_memory(shape.stage_trace, staged, software, recipe),

@@ -12,7 +12,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.splits import ModelSplit, Sizes
 from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.tracing import ModelTrace
-from jaxpar.plan.traced_stages import value_of
+from jaxpar.plan.traced_stages import microbatch_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class TracedShape:
 
     def message_bytes(self, candidate: Candidate) -> Any:
         """Returns the bytes that pass from a stage to the next one for a microbatch."""
-        return value_of(self.stage_trace.message, candidate)
+        return microbatch_bytes(self.stage_trace.message, candidate)
 
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of the matmuls and convolutions of the loss and its gradients, without recomputation."""

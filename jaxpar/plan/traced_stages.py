@@ -46,7 +46,7 @@ def per_row(change: Callable[..., Mapping[str, float]], *columns: Any) -> dict[s
     return {name: np.array([results[key][name] for key in keys]).reshape(arrays[0].shape) for name in names}
 
 
-def by_kind(
+def evaluate_by_kind(
     candidate: Candidate, unpipelined: Callable[[Candidate], CausesT], staged: Callable[[Candidate], CausesT]
 ) -> CausesT:
     """Evaluates layouts without and with a pipeline, each by its own function; causes that one lacks are 0 in it."""
@@ -95,8 +95,8 @@ def stages_memory(stages: StageTrace, candidate: Candidate, software: SoftwareMo
         candidate.remat,
     )["bytes"]
     layers = candidate.layers(stages.layers)
-    slots = layers * (in_use + ~in_place) * kept + (in_use + 1) * value_of(stages.message, candidate)
-    batch = candidate.microbatches * value_of(stages.batch, candidate)
+    slots = layers * (in_use + ~in_place) * kept + (in_use + 1) * microbatch_bytes(stages.message, candidate)
+    batch = candidate.microbatches * microbatch_bytes(stages.batch, candidate)
     # ticks that mix ops sum the gradients of all layers of a chunk at once
     unsummed = np.where(in_place, 0.0, software.wire[1] * (layers - 1) * stages.layer_parameters)
     fullest = _moment(stages, candidate, software)
@@ -152,7 +152,7 @@ def stages_time(
     backward = layers * (layer["backward"] + sums) + TICK * SMALLEST_KERNEL
     # the two halves of a backward are one op here, so only their sum matters
     times = (forward, backward / 2, backward / 2, last["forward"] + end_sums, 0.0)
-    send = pipe.send_seconds(value_of(stages.message, candidate), candidate, hardware, software)
+    send = pipe.send_seconds(microbatch_bytes(stages.message, candidate), candidate, hardware, software)
     table = span.counts(
         *np.broadcast_arrays(candidate.schedule, candidate.pipe, candidate.microbatches, candidate.chunks, send)[:4],
         run=software.run,
@@ -179,7 +179,7 @@ def stages_time(
     ).times(hardware.calibration)
 
 
-def value_of(polynomial: np.ndarray, candidate: Candidate) -> Any:
+def microbatch_bytes(polynomial: np.ndarray, candidate: Candidate) -> Any:
     """Returns the bytes of a microbatch of each layout."""
     return per_row(lambda rows: {"bytes": float(value(polynomial, rows))}, candidate.microbatch)["bytes"]
 
@@ -187,7 +187,7 @@ def value_of(polynomial: np.ndarray, candidate: Candidate) -> Any:
 def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part: str) -> dict[str, Any]:
     """Returns the seconds of a part's forward and backward for a microbatch, and those of their matmuls."""
 
-    def of_rows(rows: int, remat: str, masked: bool) -> dict[str, float]:
+    def slot_bytes(rows: int, remat: str, masked: bool) -> dict[str, float]:
         # a forward copies residuals into a slot, and a backward out of it
         layer = stages.programs[remat]
         kept = hardware.stream(value(layer.kept, rows))
@@ -208,4 +208,4 @@ def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part:
     (in_use, _), _ = pipe.in_flight(candidate)
     # idle stages have no free slot once all microbatches are in flight: see `jaxpar.pipeline.run.program`
     masked = np.greater_equal(in_use, candidate.microbatches * candidate.chunks) & candidate.schedule_traits.phased
-    return per_row(of_rows, candidate.microbatch, candidate.remat, masked)
+    return per_row(slot_bytes, candidate.microbatch, candidate.remat, masked)

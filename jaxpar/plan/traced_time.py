@@ -22,7 +22,7 @@ from jaxpar.plan.techniques.base import Work
 from jaxpar.plan.techniques.table import overlapped_seconds, step_seconds
 from jaxpar.plan.time import StepTime, optimizer
 from jaxpar.plan.traced_shape import TracedShape
-from jaxpar.plan.traced_stages import by_kind, per_row, stages_time
+from jaxpar.plan.traced_stages import evaluate_by_kind, per_row, stages_time
 
 COPIES = 2  # kernels for each array around its gather and its scatter, as XLA 0.12 compiles them for H100s
 
@@ -32,7 +32,7 @@ def traced_time(
 ) -> StepTime:
     """Returns the seconds of a step, by cause."""
     update = _update_bytes(shape, recipe)
-    return by_kind(
+    return evaluate_by_kind(
         candidate,
         lambda unpipelined: _time(shape, unpipelined, hardware, replace(software, update=update)),
         lambda staged: stages_time(shape.stage_trace, staged, hardware, software, update=update),

@@ -23,7 +23,7 @@ from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.models.low_rank import INT8, dequantize, low_rank_sum, quantize_matrix
 from jaxpar.models.settings.fine_tuning import Adapters
 from jaxpar.optim.patterns import matching, unmatched
-from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, by_path, nest
+from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, leaves_by_path, nest
 from jaxpar.sharding.rules import AxisChoice, count_layer_dims, name_stacks
 
 ROOM = "adapters"  # the first word of the paths of all A and B
@@ -176,7 +176,7 @@ def merge_adapters(blueprint: Blueprint, params: Tree) -> Tree:
       blueprint: The model with adapters, a reference, both or neither; the copies of a reference are left out.
       params: Its parameters: nested dicts, or path to array.
     """
-    flat = {path: value for path, value in by_path(params).items() if path not in blueprint.copies}
+    flat = {path: value for path, value in leaves_by_path(params).items() if path not in blueprint.copies}
     for path, adapter in blueprint.adapters.items():
         first, second = (flat.pop(f"{ROOM}/{path}/{part}") for part in ("first", "second"))
         add, scales = partial(_merge, adapter), [flat.pop(f"{SCALES}/{path}")] if adapter.float_dtype else []
@@ -190,7 +190,7 @@ def quantize(adapters: Mapping[str, Adapter], params: Tree) -> Tree:
     """Quantizes the matrices that are stored in 8 bits, and adds their scales, in nested dicts of parameters."""
     if not any(adapter.float_dtype for adapter in adapters.values()):
         return params
-    flat = dict(by_path(params))
+    flat = dict(leaves_by_path(params))
     for path, adapter in adapters.items():
         if adapter.float_dtype:
             flat[path], flat[f"{SCALES}/{path}"] = quantize_matrix(flat[path], lead=adapter.lead, inputs=adapter.inputs)
@@ -223,7 +223,7 @@ def _bind(
 
     If it is not `corrected`, it gets the matrix alone.
     """
-    flat = dict(by_path(values))
+    flat = dict(leaves_by_path(values))
     for path, adapter in adapters.items():
         names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(adapter.float_dtype)]
         flat[path] = AdaptedMatrix(flat[path], *(flat.pop(name) for name in names))

@@ -234,7 +234,7 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
     return tree
 
 
-def by_path(tree: Tree) -> dict[str, Any]:
+def leaves_by_path(tree: Tree) -> dict[str, Any]:
     """Flattens a nested dict to leaves by path (`a/b`): the inverse of `nest`, which takes paths as tuples of words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_of(keys): leaf for keys, leaf in leaves}

@@ -18,7 +18,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.optim.patterns import has_prefix, matching, unmatched
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import SCALES, bind_base
-from jaxpar.sharding.names import REFERENCE, Blueprint, Compute, Tree, Use, by_path, nest
+from jaxpar.sharding.names import REFERENCE, Blueprint, Compute, Tree, Use, leaves_by_path, nest
 
 
 class PolicyAndReference(NamedTuple):
@@ -113,7 +113,7 @@ def _belongs_to_adapters(path: str) -> bool:
 def _with_copies(copied: Sequence[str], params: Tree) -> Tree:
     if not copied:
         return params
-    flat = by_path(params)
+    flat = leaves_by_path(params)
     return params | {REFERENCE: nest({tuple(path.split("/")): flat[path] for path in copied})}
 
 
@@ -121,7 +121,7 @@ def _bind_reference(
     blueprint: Blueprint, copied: frozenset[str], params: Mapping[str, object], rest: Tree, use: Use, compute: Compute
 ) -> Any:
     """Binds the reference: the copies, the parameters that it shares, and no correction by adapters."""
-    flat = {path: jax.lax.stop_gradient(value) for path, value in by_path(params).items()}
+    flat = {path: jax.lax.stop_gradient(value) for path, value in leaves_by_path(params).items()}
     values = {path: flat[f"{REFERENCE}/{path}" if path in copied else path] for path in blueprint.leaves}
     tree = nest({tuple(path.split("/")): value for path, value in values.items()})
 

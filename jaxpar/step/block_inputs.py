@@ -24,7 +24,7 @@ from jax.extend.core import (
 )
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import PLAIN_CALLS, Scan, Traced, consts_of, jaxpr_of, shapes
+from jaxpar.jaxprs.dataflow import PLAIN_CALLS, Scan, Traced, jaxpr_consts, shapes, unwrap_jaxpr
 
 NAME = "block_input"
 _SAME = ("convert_element_type", "sharding_constraint", "copy")  # their output is still a stack of parameters
@@ -64,8 +64,8 @@ def _rewrite_scans(jaxpr: Jaxpr, stacks: set) -> tuple[Jaxpr, int]:
         layer_scans = 0
         if eqn.primitive.name in PLAIN_CALLS and "jaxpr" in eqn.params:
             closed = eqn.params["jaxpr"]
-            inner, layer_scans = _rewrite_scans(jaxpr_of(closed), _inner_stacks(eqn, stack_vars))
-            inner_jaxpr = ClosedJaxpr(inner, consts_of(closed)) if isinstance(closed, ClosedJaxpr) else inner
+            inner, layer_scans = _rewrite_scans(unwrap_jaxpr(closed), _inner_stacks(eqn, stack_vars))
+            inner_jaxpr = ClosedJaxpr(inner, jaxpr_consts(closed)) if isinstance(closed, ClosedJaxpr) else inner
             eqn = eqn.replace(params={**eqn.params, "jaxpr": inner_jaxpr}) if layer_scans else eqn
         elif _is_layers(eqn, stack_vars):
             eqn, layer_scans = _offload_scan(eqn), 1
@@ -84,7 +84,7 @@ def _walk(jaxpr: Jaxpr, stacks: set) -> Iterable[tuple[JaxprEqn, set]]:
 
 
 def _inner_stacks(eqn: JaxprEqn, known: set) -> set:
-    inner = jaxpr_of(eqn.params["jaxpr"]).invars
+    inner = unwrap_jaxpr(eqn.params["jaxpr"]).invars
     return {arg for arg, var in zip(inner, eqn.invars, strict=True) if not isinstance(var, Literal) and var in known}
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, jaxpr_of, needed_equations, variables
+from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, needed_equations, unwrap_jaxpr, variables
 from jaxpar.optim.optax_lookup import update_with_loss
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import reshard_padded
@@ -83,7 +83,7 @@ def _reads(jaxpr: Jaxpr, outs: Set[int]) -> set[int]:
         if not out_indices:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in CALLS else None
-        ins = eqn.invars if inner is None else [eqn.invars[index] for index in _reads(jaxpr_of(inner), out_indices)]
+        ins = eqn.invars if inner is None else [eqn.invars[index] for index in _reads(unwrap_jaxpr(inner), out_indices)]
         live |= variables(ins)
     return {index for index, var in enumerate(jaxpr.invars) if var in live}
 

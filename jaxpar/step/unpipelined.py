@@ -29,7 +29,7 @@ from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import gather_small_stacks, read_parameter
 from jaxpar.parallel.specs import abstract_params, gradient_specs, stored_specs, update_specs
-from jaxpar.sharding.names import Compute, Tree, by_path, nest
+from jaxpar.sharding.names import Compute, Tree, leaves_by_path, nest
 from jaxpar.step.block_inputs import offload_block_inputs
 from jaxpar.step.checks.input_state import cast_to_initial
 from jaxpar.step.frozen_parameters import count_reads, drop_paths, fill_missing, gather_params, zero_frozen
@@ -144,7 +144,7 @@ class Unpipelined(Gradients):
 
         It runs only the equations of the assigned values.
         """
-        blueprint, flat = self.layout.blueprint, by_path(params)
+        blueprint, flat = self.layout.blueprint, leaves_by_path(params)
 
         def run(*args: Any) -> dict[str, jax.Array]:
             params, model_state, batch = args

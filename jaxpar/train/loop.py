@@ -92,8 +92,8 @@ def _train_until_end(job: Run, state: State, feed: Feed, reader: Reader, stop: S
             _report_activity(job, done, "reading the batch", first=index == start)
             batch, waited = reader.batch(index, rows.newest_in_flight)
             _report_activity(job, done, "training", first=index == start)
-            step = job.step_at(index)
-            if step is not job.step_at(max(index - 1, start)):  # the batch grows here, so this step compiles
+            step = job.compiled_step(index)
+            if step is not job.compiled_step(max(index - 1, start)):  # the batch grows here, so this step compiles
                 rows.land()
                 if not job.watch.is_skipping:
                     due.mark_saved(index)
@@ -312,7 +312,7 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
     if job.growth.phases:
         row["global_batch"] = size
     if SMALL in values:
-        row |= job.noise.row(values, rate=rate, batch=size, parts=job.step_at(step - 1).parts)
+        row |= job.noise.row(values, rate=rate, batch=size, parts=job.compiled_step(step - 1).parts)
     return row
 
 

@@ -154,7 +154,7 @@ class Run:
     trace: StepTrace = field(default_factory=StepTrace)
     larger: Mapping[int, Step] = field(default_factory=dict)
 
-    def step_at(self, step: int) -> Step:
+    def compiled_step(self, step: int) -> Step:
         """Returns the compiled step for the step number `step`, from 0."""
         factor = self.growth.factor(step)
         return self.step if factor == 1 else self.larger[factor]

@@ -205,7 +205,7 @@ def test_a_damaged_one_that_is_asked_for_is_refused(run, store):
 
 def test_where_none_is_good_every_reason_is_said(run, store):
     for step in store.steps():
-        _flip(run / "checkpoints" / listing.name_of(step))
+        _flip(run / "checkpoints" / listing.folder_name(step))
     with pytest.raises(JaxparError) as caught:
         store.restore(like())
     named = [problem.got.split(" is damaged")[0][-6:] for problem in caught.value.problems]

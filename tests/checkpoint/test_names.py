@@ -60,7 +60,7 @@ def both(step):
 
     def change(folder):
         relisted(step)(folder)
-        renamed(listing.name_of(step))(folder)
+        renamed(listing.folder_name(step))(folder)
 
     return change
 
@@ -82,9 +82,9 @@ def test_a_run_goes_on_from_the_newest_whose_name_is_true(damage, step, words, u
     restored, at = Store(folder, KEEP_ALL, say=said.append).restore(like())
     assert (at, int(restored["step"]), float(restored["params"]["w"][0])) == (used, used, used)
     (line,) = said
-    assert f"{listing.name_of(step)} is damaged: {words}" in line
+    assert f"{listing.folder_name(step)} is damaged: {words}" in line
     assert f"step {used} is used instead" in line
-    assert not (folder / listing.name_of(step)).exists()
+    assert not (folder / listing.folder_name(step)).exists()
 
 
 @pytest.mark.parametrize(("damage", "step", "words"), [each[:3] for each in WRONG.values()], ids=WRONG)
@@ -92,7 +92,7 @@ def test_one_that_is_asked_for_by_a_false_name_is_refused(damage, step, words, f
     damage(folder)
     with pytest.raises(JaxparError, match=words):
         Store(folder, KEEP_ALL).restore(like(), step)
-    assert (folder / listing.name_of(step)).is_dir()
+    assert (folder / listing.folder_name(step)).is_dir()
 
 
 def test_an_earlier_name_is_as_false(folder):

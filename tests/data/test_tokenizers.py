@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_package_tokenizers(folders, kind):
     rng, found = random.Random(0), read_tokenizer(folders[kind])
     encoder, texts = HuggingFaceEncoder(found), [text(rng) for _ in range(1000)]
     end, made = (
-        found.id_of("eos_token"),
+        found.special_id("eos_token"),
         ids(HuggingFaceEncoder(found), *(DocumentPiece(each, 0, START) for each in texts)),
     )
     bare = [each.ids for each in encoders.load(found).encode_batch(texts, add_special_tokens=False)]
@@ -122,7 +122,7 @@ def test_tokens_and_templates_are_those_of_transformers(folders):
     for kind in KINDS:
         rng, found = random.Random(0), read_tokenizer(folders[kind])
         encoder, texts = HuggingFaceEncoder(found), [text(rng) for _ in range(1000)]
-        theirs, end = transformers.AutoTokenizer.from_pretrained(folders[kind]), found.id_of("eos_token")
+        theirs, end = transformers.AutoTokenizer.from_pretrained(folders[kind]), found.special_id("eos_token")
         made = ids(encoder, *(DocumentPiece(each, 0, START) for each in texts))
         for ours, wanted in zip(made, theirs(texts)["input_ids"], strict=True):
             assert ours == (wanted if wanted[-1:] == [end] else [*wanted, end])

@@ -23,7 +23,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.build import build
 from jaxpar.job.file.parse import load
 from jaxpar.models.huggingface.safetensors import entries
-from jaxpar.sharding.names import by_path
+from jaxpar.sharding.names import leaves_by_path
 
 SIZES, CUBE = {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 EXCHANGES = {
@@ -40,8 +40,8 @@ def of_papers(name, state):
     """Returns the parameters, by path, that the paper of an exchange evaluates."""
     state = jax.device_get(state)
     if name in OWN:
-        return by_path(state.exchange[OWN[name]])
-    return {path: x.mean(0) for path, x in by_path(state.params).items()}
+        return leaves_by_path(state.exchange[OWN[name]])
+    return {path: x.mean(0) for path, x in leaves_by_path(state.params).items()}
 
 
 OFTEN = ("gossip", "easgd")  # the mean, and a center
@@ -80,7 +80,7 @@ def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
     saved(tmp_path, layout, state)
     other = composed(sizes, jp.Exchange("all_reduce"))
     begun, origin = start(Checkpoints(start_from=str(tmp_path)), jp.init_state(other, CHAIN), other, CHAIN)
-    assert_same_arrays(by_path(begun.params), of_papers(name, state), 1e-6)
+    assert_same_arrays(leaves_by_path(begun.params), of_papers(name, state), 1e-6)
     assert f"from the {OWN.get(name, 'mean')} of 4 replicas ({name})" in str(origin)
     jp.train_step(other, loss, CHAIN)(begun, batch(3))
 
@@ -99,7 +99,7 @@ def test_a_run_goes_on_as_one_model(trained, tmp_path):
     restored, at = store.restore(step.abstract())
     assert at == int(restored.step) == 3
     assert said == [f"step 3: the {OWN.get(name, 'mean')} of 4 replicas ({name}) goes on as one model"]
-    assert_same_arrays(by_path(restored.params), of_papers(name, state), 1e-6)
+    assert_same_arrays(leaves_by_path(restored.params), of_papers(name, state), 1e-6)
     moments = jax.tree.map(lambda x: x.astype(jnp.float32).mean(0), jax.device_get(state.optimizer))
     assert_same_arrays(restored.optimizer, moments, 1e-6)
     step(restored, batch(3))
@@ -134,9 +134,9 @@ def test_statistics_of_replicas_are_their_mean(exchange, tmp_path):
         state, _ = step(state, {"x": rng.normal(size=(32, 4)).astype(np.float32)})
     saved(tmp_path, layout, state)
     begun, _ = start(Checkpoints(start_from=str(tmp_path)), jp.init_state(other, sgd), other, sgd)
-    means = {path: x.mean(0) for path, x in by_path(state.model_state).items() if x.dtype == jnp.float32}
+    means = {path: x.mean(0) for path, x in leaves_by_path(state.model_state).items() if x.dtype == jnp.float32}
     assert means
-    assert_same_arrays({path: by_path(begun.model_state)[path] for path in means}, means, 1e-6)
+    assert_same_arrays({path: leaves_by_path(begun.model_state)[path] for path in means}, means, 1e-6)
     x = {"x": rng.normal(size=(32, 4)).astype(np.float32)}
     want = jp.train_step(other, squares, sgd).evaluate(begun, x)["loss"]
     np.testing.assert_allclose(step.evaluate(state, x)["loss"], want, rtol=1e-5)
@@ -150,9 +150,9 @@ def test_replicas_begin_with_a_run_of_one_model(trained, tmp_path):
     one = jp.init_state(plain, CHAIN, seed=5)
     jp.save(tmp_path, one)
     begun, _ = start(Checkpoints(start_from=str(tmp_path)), jp.init_state(layout, CHAIN), layout, CHAIN)
-    want = {path: np.stack([x] * 4) for path, x in by_path(jax.device_get(one.params)).items()}
-    assert_same_arrays(by_path(begun.params), want, 0)
-    assert_same_arrays(of_papers(name, begun), by_path(one.params), 1e-6)
+    want = {path: np.stack([x] * 4) for path, x in leaves_by_path(jax.device_get(one.params)).items()}
+    assert_same_arrays(leaves_by_path(begun.params), want, 0)
+    assert_same_arrays(of_papers(name, begun), leaves_by_path(one.params), 1e-6)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, begun, jp.init_state(layout, CHAIN)))
     step(begun, batch(0))
 

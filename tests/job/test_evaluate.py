@@ -27,7 +27,7 @@ from jaxpar.job.evaluation.evaluate import EvaluationRequest, evaluate
 from jaxpar.job.evaluation.text_bytes import token_bytes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
-from jaxpar.job.parts.names import settings_of
+from jaxpar.job.parts.names import model_settings
 from jaxpar.job.run import train
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.weights import export, load
@@ -192,7 +192,7 @@ def test_the_loss_of_other_text_is_that_of_plain_flax_and_numpy(run, tmp_path):
     result = scores(run, *ONE, "data.source=text", f"data.path={tmp_path / 'test.txt'}")
     (score,) = result.scores  # the run's own set is of other data
     rows = windows(np.array([*text.encode(), 0]))
-    settings = settings_of(loads((run / "job.toml").read_text()))
+    settings = model_settings(loads((run / "job.toml").read_text()))
     wanted = nats(plain_logits(settings, averaged(run)), rows)
     assert score.count == wanted.size
     assert score.metrics["loss"] == pytest.approx(wanted.mean(), rel=1e-6)
@@ -230,7 +230,7 @@ def test_a_byte_level_tokenizer_tells_the_bytes_of_its_tokens_and_any_other_says
         counts = token_bytes(folder).counts
         assert counts is not None
         assert counts[ids].sum() == len(text.encode())
-        assert counts[read_tokenizer(folder).id_of("eos_token")] == 0
+        assert counts[read_tokenizer(folder).special_id("eos_token")] == 0
     for make, reason in ((llama2, "normalizes the text"), (t5, "normalizes the text")):
         unknown = token_bytes(make(tmp_path / make.__name__))
         assert unknown.counts is None
@@ -256,7 +256,7 @@ def pretrained(to, settings):
 def rows_of(folder):
     """Returns the tokens of each document as transformers makes them, with the end that jaxpar adds."""
     facts = read_tokenizer(folder)
-    tokenizer, end = load_tokenizer(facts), facts.id_of("eos_token")
+    tokenizer, end = load_tokenizer(facts), facts.special_id("eos_token")
     lines = (folder.parent / "test.jsonl").read_text().splitlines()
     return [[*tokenizer.encode(json.loads(line)["text"]).ids, end] for line in lines]
 

@@ -292,5 +292,5 @@ def test_a_run_that_began_with_no_folder_is_exported_with_the_tokenizer_that_it_
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (to / name).read_bytes() == (words / name).read_bytes()
     kept, config = read_tokenizer(to), json.loads((to / "config.json").read_text())
-    assert (kept.id_of("bos_token"), kept.id_of("eos_token")) == (0, 1)
+    assert (kept.special_id("bos_token"), kept.special_id("eos_token")) == (0, 1)
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)

@@ -12,7 +12,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.build import build
 from jaxpar.job.file.parse import loads
-from jaxpar.job.parts.names import settings_of
+from jaxpar.job.parts.names import model_settings
 from jaxpar.job.run import train
 
 JOB = """
@@ -36,7 +36,7 @@ def logits(model):
 def plain(job, params):
     """Returns the decoder that Flax alone makes, with these arrays."""
     with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(nnx.eval_shape(lambda: jp.Decoder(settings_of(job), rngs=nnx.Rngs(3))))
+        graph, state = nnx.split(nnx.eval_shape(lambda: jp.Decoder(model_settings(job), rngs=nnx.Rngs(3))))
     values = {tuple(key.key for key in keys): np.asarray(x) for keys, x in jax.tree_util.tree_leaves_with_path(params)}
     flat = [(path, leaf.replace(values[tuple(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))

@@ -93,7 +93,7 @@ def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(pr
 
 
 def test_layers_one_after_the_other_do_what_the_model_does():
-    work = bench.counted(partial(jp.Decoder, SETTINGS), jp.next_token_loss, BATCH, Numerics())
+    work = bench.count_work(partial(jp.Decoder, SETTINGS), jp.next_token_loss, BATCH, Numerics())
     assert len(work) == 5
     matmuls = step_flop(Shape.from_settings(SETTINGS), ROWS) // 3
     assert matmuls < reduce(WorkDepth.then, work).work < 1.3 * matmuls  # what is elementwise comes on top

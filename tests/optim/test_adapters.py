@@ -13,7 +13,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
 from jaxpar.models.low_rank import low_rank_sum
-from jaxpar.sharding.names import Compute, by_path
+from jaxpar.sharding.names import Compute, leaves_by_path
 
 ONLY = jp.freeze(ADAM, ["*"], but=["adapters"])
 PATHS = {"annotated": ["blocks/*"], "bare": ["attention/*", "logits"], "linen": ["blocks/up", "logits"]}
@@ -23,7 +23,7 @@ FEW = pytest.mark.filterwarnings("ignore:.*each device computes")
 
 
 def bits(tree):
-    return {path: np.asarray(leaf).tobytes() for path, leaf in by_path(jax.device_get(tree)).items()}
+    return {path: np.asarray(leaf).tobytes() for path, leaf in leaves_by_path(jax.device_get(tree)).items()}
 
 
 def base(params):
@@ -57,7 +57,7 @@ def test_adapters_are_trained_over_a_cube_as_on_one_device_and_the_base_keeps_it
             matrix = step.layout.placements[path.removeprefix("adapters/").rpartition("/")[0]]
             at = place.leaf.shape.index(2) if path.endswith("first") else None
             assert "tensor" not in str(matrix.whole) or at is None or place.names[:at] == matrix.names[:at]
-    moments = {path for path, leaf in by_path(state.optimizer).items() if leaf.ndim}
+    moments = {path for path, leaf in leaves_by_path(state.optimizer).items() if leaf.ndim}
     assert all("/adapters/" in path for path in moments)
 
 
@@ -74,7 +74,7 @@ def test_what_is_merged_computes_the_same_without_adapters(name):
     rng = np.random.default_rng(0)
     params["adapters"] = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params["adapters"])
     made, batch = jp.merge_lora(layout, params), next(batches(1))
-    assert by_path(made).keys() == plain.placements.keys()
+    assert leaves_by_path(made).keys() == plain.placements.keys()
     got = logits(plain, made, batch)
     np.testing.assert_allclose(got, logits(layout, params, batch), rtol=1e-5, atol=1e-5)
     untouched, _ = plain.blueprint.init(jax.random.key(1))
@@ -250,7 +250,7 @@ def test_freezing_keeps_bits_and_refuses_what_matches_nothing():
     after = optax.apply_updates(params, updates)
     assert bits(after)["embed/table"] == bits(params)["embed/table"]
     assert bits(after)["head"] != bits(params)["head"]
-    assert not [path for path in by_path(state) if "embed" in path]
+    assert not [path for path in leaves_by_path(state) if "embed" in path]
     for patterns, but, said in (
         (["embd/*"], [], "did you mean 'embed'"),
         (["embed/tabel"], [], "did you mean 'embed/table'"),

@@ -28,7 +28,7 @@ from jaxpar.models.huggingface.weights import load
 from jaxpar.models.low_rank import QuantizedMatrix, dequantize, low_rank_sum, quantize_matrix
 from jaxpar.parallel.layout import per_device
 from jaxpar.sharding.adapters import quantize
-from jaxpar.sharding.names import by_path, nest
+from jaxpar.sharding.names import leaves_by_path, nest
 
 MORE = [pytest.param("bare", marks=pytest.mark.full), pytest.param("linen", marks=pytest.mark.slow)]
 
@@ -42,7 +42,7 @@ def adapted(name, base="int8"):
 
 def in_floats(layout, params):
     """Returns parameters whose matrices in 8 bits are the floats that they stand for."""
-    flat = dict(by_path(params))
+    flat = dict(leaves_by_path(params))
     for path, each in layout.blueprint.adapters.items():
         scales = flat.pop(f"scales/{path}")
         wide = jnp.expand_dims(scales, tuple(range(each.lead, each.lead + each.inputs)))
@@ -53,7 +53,9 @@ def in_floats(layout, params):
 def reference(name, layout, begun, steps=3):
     """Returns losses and parameters of plain adapters beside the floats that a base in 8 bits stands for."""
     plain = jp.compose(adapted(name, "float"), jp.Parallel(), jax.devices()[:1])
-    given = {path: np.asarray(value) for path, value in by_path(in_floats(layout, jax.device_get(begun))).items()}
+    given = {
+        path: np.asarray(value) for path, value in leaves_by_path(in_floats(layout, jax.device_get(begun))).items()
+    }
     state, step, losses = (
         run_weights.start_from_params(plain, ONLY, given, seed=1),
         jp.train_step(plain, token_loss, ONLY),
@@ -106,16 +108,19 @@ def test_what_is_merged_of_8_bits_computes_the_same_without_adapters(name):
     rng = np.random.default_rng(0)
     params["adapters"] = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params["adapters"])
     made, batch = jp.merge_lora(layout, params), next(batches(1))
-    assert {path: (x.shape, x.dtype) for path, x in by_path(made).items()} == {
+    assert {path: (x.shape, x.dtype) for path, x in leaves_by_path(made).items()} == {
         path: (place.leaf.shape, place.leaf.dtype) for path, place in plain.placements.items()
     }
     np.testing.assert_allclose(logits(plain, made, batch), logits(layout, params, batch), rtol=1e-5, atol=1e-5)
     bare = {**params, "adapters": jax.tree.map(jnp.zeros_like, params["adapters"])}
     untouched, _ = plain.blueprint.init(jax.random.key(1))
-    for path, x in by_path(
+    for path, x in leaves_by_path(
         jp.merge_lora(layout, bare)
     ).items():  # rounded to half of the 127th part of the largest entry
-        assert np.abs(x - by_path(untouched)[path]).max() <= np.abs(by_path(untouched)[path]).max() / 127 * 0.501
+        assert (
+            np.abs(x - leaves_by_path(untouched)[path]).max()
+            <= np.abs(leaves_by_path(untouched)[path]).max() / 127 * 0.501
+        )
 
 
 @pytest.mark.nightly
@@ -316,7 +321,7 @@ def test_a_fit_begins_with_a_run_in_floats_rounded_and_no_cast_makes_floats_of_8
         checkpoints=Checkpoints(start_from=str(tmp_path / "floats")),
     ).state  # fmt: skip
     want = quantize(eight.blueprint.adapters, jax.device_get(whole.params))
-    got, want = ({path: value for path, value in by_path(tree).items() if not path.startswith("adapters")}
+    got, want = ({path: value for path, value in leaves_by_path(tree).items() if not path.startswith("adapters")}
                  for tree in (jax.device_get(begun.params), want))  # fmt: skip
     assert bits(got) == bits(want)
     jp.save(tmp_path / "eight", begun)

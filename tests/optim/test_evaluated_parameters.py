@@ -29,7 +29,7 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.huggingface.weights import load as load_folder
 from jaxpar.optim.eval_params import ema_params, eval_arrays, eval_params, eval_sources
 from jaxpar.optim.optax_lookup import LOSS, SMALL, update_with_loss
-from jaxpar.sharding.names import Compute, by_path, nest
+from jaxpar.sharding.names import Compute, leaves_by_path, nest
 from jaxpar.step.state import State
 
 STEPS, DECAY = 5, 0.7
@@ -108,8 +108,8 @@ def test_what_is_evaluated_on_a_mesh_is_what_optax_evaluates_on_one_device(name,
     assert found == pytest.approx(loss, rel=1e-6)
     assert abs(found - of_trained) > 1e-3
     assert_same_arrays(state.eval_params, params)
-    for path, leaf in by_path(state.eval_params).items():  # which moves nothing
-        assert leaf.sharding.is_equivalent_to(by_path(state.params)[path].sharding, leaf.ndim)
+    for path, leaf in leaves_by_path(state.eval_params).items():  # which moves nothing
+        assert leaf.sharding.is_equivalent_to(leaves_by_path(state.params)[path].sharding, leaf.ndim)
 
 
 @pytest.mark.slow
@@ -362,12 +362,12 @@ def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_pa
         assert all((evaluated[path] == params[path]).all() for path in frozen)
         layout = jp.compose(resolve_model(made, jp.next_token_loss), jp.Parallel(), jax.devices()[:1])
         nested = nest({tuple(path.split("/")): jnp.asarray(each) for path, each in evaluated.items()})
-        evaluated = jax.device_get(by_path(jp.merge_lora(layout, nested)))
+        evaluated = jax.device_get(leaves_by_path(jp.merge_lora(layout, nested)))
     written = load_folder(to).params
     for path, wanted in evaluated.items():
         np.testing.assert_allclose(written[path][...], wanted, rtol=1e-6, atol=1e-7)
     for where in ((), ("parallel.data=2", "parallel.fsdp=2", "parallel.tensor=2")):
-        held = by_path(load_text_model(finished / name, SamplingRequest(overrides=where)).generator._values[0])
+        held = leaves_by_path(load_text_model(finished / name, SamplingRequest(overrides=where)).generator._values[0])
         for path, wanted in evaluated.items():
             np.testing.assert_allclose(held[path], wanted, rtol=1e-6, atol=1e-7)
 
@@ -385,12 +385,12 @@ def test_what_a_checkpoint_evaluates_is_made_by_one_program(name, dtype, tmp_pat
     store.save(2, state, {})
     store.finish()
     path = listing.find(tmp_path, 2).resolve()
-    params = {f"params/{each}": x for each, x in by_path(state.params).items()}
+    params = {f"params/{each}": x for each, x in leaves_by_path(state.params).items()}
     wanted = {each: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) for each, x in params.items()}
     with jax.log_compiles():
         found = reading.read_evaluated(path, reading.read_manifest(path), wanted)
     assert len([each for each in caplog.messages if each.startswith("Finished XLA compilation of")]) == 1
-    for each, x in by_path(state.eval_params).items():
+    for each, x in leaves_by_path(state.eval_params).items():
         np.testing.assert_allclose(
             found[f"params/{each}"], x.astype(dtype), rtol=1e-6 if dtype == jnp.float32 else 1e-2
         )
@@ -406,7 +406,7 @@ def test_a_new_run_takes_what_another_evaluates(tmp_path):
     layout = jp.compose(MODEL, jp.Parallel(fsdp=4), jax.devices()[:4])
     begun, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), jp.init_state(layout, PLAIN), layout, PLAIN)
     assert_same_arrays(begun.params, state.eval_params, 1e-6)
-    assert f"{len(by_path(state.params))} of them as they are evaluated" in str(origin)
+    assert f"{len(leaves_by_path(state.params))} of them as they are evaluated" in str(origin)
     again = jp.train_step(jp.compose(MODEL, jp.Parallel(fsdp=8)), token_loss, chain)
     assert_same_arrays(jp.restore(tmp_path / "checkpoints", again).params, state.params, 0)
 

@@ -23,7 +23,7 @@ from jaxpar.optim.optax_lookup import LOSS, needs_loss, optimizers, schedules, u
 from jaxpar.optim.optimizer import SETTINGS, Optimizer, RateSchedule
 from jaxpar.optim.step_inputs import rate_follows_steps
 from jaxpar.parallel.compose import as_blueprint, compose
-from jaxpar.sharding.names import by_path, nest
+from jaxpar.sharding.names import leaves_by_path, nest
 from jaxpar.step.losses import next_token_loss
 
 SHAPES = {"matrix": (3, 4), "vector": (4,)}
@@ -318,7 +318,7 @@ def test_muon_makes_each_layers_matrices_orthogonal_and_leaves_vectors_tables_an
     muon, alone = resolve_optimizer(made), optax.contrib.muon(1.0)
     orthogonal = {
         path.split("/mu/")[1]
-        for path in by_path(jax.eval_shape(muon.init, params))
+        for path in leaves_by_path(jax.eval_shape(muon.init, params))
         if "muon/" in path and "/mu/" in path
     }
     assert orthogonal == {
@@ -328,7 +328,7 @@ def test_muon_makes_each_layers_matrices_orthogonal_and_leaves_vectors_tables_an
 
     @jax.jit
     def updates(gradients):
-        return by_path(muon.update(gradients, muon.init(gradients), gradients)[0])
+        return leaves_by_path(muon.update(gradients, muon.init(gradients), gradients)[0])
 
     @jax.jit
     @jax.vmap

@@ -15,7 +15,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.sharding.names import by_path, nest
+from jaxpar.sharding.names import leaves_by_path, nest
 from jaxpar.step.losses import next_token_loss
 
 LAYERS = 3
@@ -73,14 +73,14 @@ def trained(made, *, stacked, begun=None):
     chain, layout = resolve_optimizer(made, model), jp.compose(model, jp.Parallel(), jax.devices()[:1])
     state, losses = jp.init_state(layout, chain), []
     if begun:
-        assert begun.keys() == by_path(state.params).keys()
+        assert begun.keys() == leaves_by_path(state.params).keys()
         state = replace(state, params=nest({tuple(path.split("/")): jnp.asarray(x) for path, x in begun.items()}))
-    begun = {path: np.array(x) for path, x in by_path(state.params).items()}  # a step gives up what it is given
+    begun = {path: np.array(x) for path, x in leaves_by_path(state.params).items()}  # a step gives up what it is given
     step = jp.train_step(layout, token_loss, chain)
     for batch in batches(3):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    return begun, losses, by_path(state.params)
+    return begun, losses, leaves_by_path(state.params)
 
 
 @pytest.mark.spread(0)
@@ -104,7 +104,7 @@ def test_vectors_of_stacked_layers_are_not_decayed():
     params = nest({tuple(path.split("/")): jnp.ones(leaf.shape) for path, leaf in blueprint.leaves.items()})
     chain = resolve_optimizer(made, blueprint)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    after = by_path(optax.apply_updates(params, chain.update(zeros, chain.init(params), params)[0]))
+    after = leaves_by_path(optax.apply_updates(params, chain.update(zeros, chain.init(params), params)[0]))
     kept = {path for path, x in after.items() if (x == 1).all()}
     assert kept == {path for path in after if path.endswith(("bias", "scale"))}
     assert len(kept) == 10

@@ -12,7 +12,7 @@ import pytest
 from tiny import Staged
 
 import jaxpar as jp
-from jaxpar.job.check import devices_of
+from jaxpar.job.check import job_devices
 from jaxpar.job.file.parse import loads
 from jaxpar.mesh.devices import Simulated
 from jaxpar.mesh.target import missing_plugin
@@ -80,7 +80,7 @@ def test_simulated_devices_that_are_not_there_are_told_what_would_run(sizes):
 )
 def test_a_job_that_is_checked_is_told_what_its_own_devices_would_run(mesh, wanted):
     ((key, value),) = mesh.items()
-    assert devices_of(loads("", [f"mesh.{key}={value}"])) == wanted
+    assert job_devices(loads("", [f"mesh.{key}={value}"])) == wanted
 
 
 @pytest.mark.nightly

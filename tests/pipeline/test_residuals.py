@@ -18,7 +18,7 @@ from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.jaxprs.dataflow import Traced, split_groups, variables
 from jaxpar.jaxprs.in_place_scan import BufferEntry
-from jaxpar.jaxprs.lean_scan import bytes_of, lean_scans, smallest_residuals
+from jaxpar.jaxprs.lean_scan import lean_scans, smallest_residuals, variable_bytes
 from jaxpar.jaxprs.split_backward import halves
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import missing_plugin
@@ -139,12 +139,12 @@ def test_no_other_choice_keeps_fewer_bytes(seed):
     assert all(eqn.primitive.name != "reduce_sum" for eqn in again)
     every = list(dict.fromkeys([*jaxpr.invars[1:], *(var for eqn in jaxpr.eqns for var in eqn.outvars)]))
     least = min(
-        sum(map(bytes_of, some))
+        sum(map(variable_bytes, some))
         for count in range(min(len(every), 4) + 1)
         for some in itertools.combinations(every, count)
         if _made(cheap, {*free, *some}) >= set(wanted)
     )
-    assert sum(map(bytes_of, kept)) <= least
+    assert sum(map(variable_bytes, kept)) <= least
 
 
 def _made(eqns, there):

@@ -12,7 +12,7 @@ from pairwise import some
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.plan.decision_table import RULES, Situation, advise, situation_of
+from jaxpar.plan.decision_table import RULES, Situation, advise, find_situation
 from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
@@ -62,7 +62,7 @@ CELLS = [
     ids=["-".join(cell) for _, cell, _ in CELLS],
 )
 def test_a_cell_of_the_table(asked, cell, said):
-    situation = situation_of(asked)
+    situation = find_situation(asked)
     assert (situation.nodes, situation.model, situation.links) == cell
     advice = advise(search(asked))
     assert advice.rule.advice.startswith(said)

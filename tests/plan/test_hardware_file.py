@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.measure.machine import table_of
+from jaxpar.measure.machine import links_table
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.chips import Link, find_chip
 from jaxpar.plan.machine import hardware_file
@@ -173,7 +173,7 @@ def test_mutated_files_are_read_or_refused(tmp_path):
 @pytest.mark.parametrize("first", ["inside", "between"])
 def test_the_table_of_fits_is_one_that_is_read(first, tmp_path):
     fits = {first: LinkFit(Link(latency=0.0, bandwidth=5e10), launch=1e-5, separable=False, error=0.01, worst=0.1)}
-    table = table_of(fits, 1 if first == "between" else 2, "here")
+    table = links_table(fits, 1 if first == "between" else 2, "here")
     write_table(tmp_path / "mine.toml", "links", table, chip=H100.chip)
     write_table(tmp_path / "mine.toml", "gemm", GEMM, chip=H100.chip)
     machine = load_hardware(tmp_path / "mine.toml", devices=2)

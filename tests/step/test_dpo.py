@@ -12,7 +12,7 @@ from tiny import DIM, SEQ, VOCAB, Block, Staged, assert_same_arrays, models, nam
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.sharding.names import Compute, by_path
+from jaxpar.sharding.names import Compute, leaves_by_path
 from jaxpar.sharding.reference import PolicyAndReference
 from jaxpar.step.preference_loss import answer_log_probs
 
@@ -160,8 +160,8 @@ def test_a_cube_trains_as_plain_optax_does_and_the_reference_keeps_its_bits():
         np.testing.assert_allclose(rows, want, rtol=1e-5, atol=1e-5)
         trained = {name: value for name, value in state.params.items() if name != "reference"}
         assert_same_arrays(trained, params)
-        for path, value in by_path(jax.device_get(state.params["reference"])).items():
-            assert (value == by_path(start)[path]).all()
+        for path, value in leaves_by_path(jax.device_get(state.params["reference"])).items():
+            assert (value == leaves_by_path(start)[path]).all()
 
 
 @pytest.mark.nightly
@@ -178,7 +178,7 @@ def test_a_reference_has_no_optimizer_state_and_is_sharded_as_the_model_is():
         assert layout.placements[copy].stored == layout.placements[path].stored
         assert layout.placements[copy].why.startswith(f"as {path}")
     gradients, _, _ = step.compute_gradients(state.params, state.model_state, pairs(0))
-    moved = {path for path, leaf in by_path(gradients).items() if np.abs(leaf).max() > 0}
+    moved = {path for path, leaf in leaves_by_path(gradients).items() if np.abs(leaf).max() > 0}
     assert moved == set(copies.values())
 
 

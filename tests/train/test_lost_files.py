@@ -10,7 +10,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
-from jaxpar.job.file.run_folder import job_of
+from jaxpar.job.file.run_folder import read_job
 from jaxpar.job.run_weights import export_checkpoint
 from jaxpar.job.sample import _text_job
 
@@ -95,7 +95,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-@pytest.mark.parametrize("reader", [job_of, go_on, lambda folder: _text_job(folder, allow_import=False)])
+@pytest.mark.parametrize("reader", [read_job, go_on, lambda folder: _text_job(folder, allow_import=False)])
 def test_a_damaged_job_of_the_run_is_named_whoever_reads_it(reader, damage, folder):
     file = folder / "job.toml"
     damaged = damage(file.read_text())

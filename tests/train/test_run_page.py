@@ -16,10 +16,10 @@ from jaxpar.cli.main import main
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.job.parts.plan_traced import candidate_of
+from jaxpar.job.parts.plan_traced import layout_candidate
 from jaxpar.job.plan import apply_layout, question
 from jaxpar.job.report.page import predict, render
-from jaxpar.job.report.read import kind_of, read
+from jaxpar.job.report.read import classify_event, read
 from jaxpar.parallel.compose import compose
 from jaxpar.plan.search import search
 from jaxpar.train.lock import Holder, Lock
@@ -138,7 +138,7 @@ def test_speed_is_shown_of_real_devices_alone(tmp_path):
      ("noise", "said")],
 )  # fmt: skip
 def test_events_have_a_kind(said, kind):
-    assert kind_of(said) == kind
+    assert classify_event(said) == kind
 
 
 WRONG = {
@@ -178,7 +178,7 @@ def test_a_layout_is_predicted_as_the_plan_that_it_came_from(tmp_path):
     for candidate in kinds.values():
         mine = apply_layout(job, candidate, 4)
         layout = compose(resolve_model(mine, resolve_loss(mine)), mine.effective_parallel, jax.devices())
-        recorded = json.loads(json.dumps(asdict(candidate_of(mine, layout))))
+        recorded = json.loads(json.dumps(asdict(layout_candidate(mine, layout))))
         (tmp_path / "job.toml").write_text(dumps(mine))
         said = predict(tmp_path, {"devices": "8 x NVIDIA H100 80GB HBM3", "candidate": recorded})
         causes = said.pop("causes")

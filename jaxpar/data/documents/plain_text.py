@@ -133,7 +133,7 @@ def decode(text: bytes) -> tuple[str, int]:
         return result, result.count(UNKNOWN) - lossless.count(UNKNOWN)
 
 
-def kind_of(head: bytes) -> str:
+def binary_format(head: bytes) -> str:
     """Returns the format of a file with these first bytes if it is a known format other than text; else ""."""
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
 
@@ -151,7 +151,7 @@ def open_lines(file: Path) -> BinaryIO:
         return gzip.open(file)  # pyright: ignore[reportReturnType]
     if head.startswith(ZSTD):
         return _zstd(file)
-    if kind := kind_of(head):
+    if kind := binary_format(head):
         raise refuse(
             f"{file} is {kind}",
             rule="rows are read from JSONL, plain or in gzip or Zstandard, and from .parquet",
@@ -269,7 +269,7 @@ class TextFile:
         Raises:
           JaxparError: If the file is not text.
         """
-        if block and not self.begin and (kind := kind_of(block[:16])):
+        if block and not self.begin and (kind := binary_format(block[:16])):
             raise refuse(f"{self.file} is {kind}, and no text", rule=RULE, fix=FIX)
         undecoded = len(self._decoder.getstate()[0])
         text = self._decoder.decode(block, final=not block)

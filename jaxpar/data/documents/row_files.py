@@ -174,7 +174,7 @@ def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
       JaxparError: If a line is no JSON object in UTF-8, is too large, or has no such column.
     """
     number, offset = place.row, place.at
-    with _open_at(file, offset) as lines:
+    with _open_and_seek(file, offset) as lines:
         while line := _line(file, lines):
             number, offset = number + 1, offset + len(line)
             where = f"{file}, line {number}"
@@ -272,7 +272,7 @@ def read_parquet(file: Path, column: str, place: Place, *, others: Sequence[str]
         ) from error
 
 
-def _open_at(file: Path, at: int):
+def _open_and_seek(file: Path, at: int):
     try:
         lines = open_lines(file)
         lines.seek(at)

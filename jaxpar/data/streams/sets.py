@@ -42,7 +42,7 @@ class AllExamples:
         """Returns the index-th group of `size` examples; none after the last."""
         chosen = np.arange(index * size, min((index + 1) * size, self.source.examples))
         chosen = self.source.train_indices[chosen]
-        return weighted_batches(len(chosen), size, rows, lambda indices: self.source.by_index(chosen[indices]))
+        return weighted_batches(len(chosen), size, rows, lambda indices: self.source.take_indices(chosen[indices]))
 
 
 def open_set(spec: Data, name: str, folder: Path, size: int, *, named: object = None) -> EvaluationSet:

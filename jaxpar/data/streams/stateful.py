@@ -119,7 +119,7 @@ def _bytes(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
 
 
-def hash_of(batch: object) -> str:
+def hash_batch(batch: object) -> str:
     """Hash of a batch; "" if it is no dict."""
     if not isinstance(batch, Mapping):
         return ""
@@ -154,7 +154,7 @@ class Stateful(Stream):
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step, or some of its rows."""
-        shard = shard_of(rows, size, self.fingerprint) if self.sharded else (0, 1)
+        shard = find_shard(rows, size, self.fingerprint) if self.sharded else (0, 1)
         self._writes = self.sharded or rows is None or rows[0] == 0  # one of the processes that draw the same batches
         if shard != self._shard:
             self._shard, self._iterator = shard, None
@@ -231,7 +231,7 @@ class Stateful(Stream):
         with user_code_errors(
             f"{self.fingerprint}, batch {self._next}", rule=A_BATCH, fix="np.stack rows of one shape"
         ):
-            return hash_of(batch)
+            return hash_batch(batch)
 
 
 def _state_methods(iterator: object) -> tuple[str, str]:
@@ -240,7 +240,7 @@ def _state_methods(iterator: object) -> tuple[str, str]:
     return next(pairs, ("", ""))
 
 
-def shard_of(rows: Rows, size: int, name: str) -> tuple[int, int]:
+def find_shard(rows: Rows, size: int, name: str) -> tuple[int, int]:
     """Returns (shard, number of shards) of these rows of a batch.
 
     Raises:

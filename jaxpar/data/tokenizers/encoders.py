@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.plain_text import START, DocumentPiece, Place
 from jaxpar.data.documents.row_files import RowCorpus
-from jaxpar.data.packed import dtype_of, set_flags
+from jaxpar.data.packed import set_flags, token_dtype
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.tokenizers.chat_template import load_template
 from jaxpar.data.tokenizers.tokenizer_facts import TokenizerFacts, read_tokenizer
@@ -48,7 +48,7 @@ class BuiltinEncoder:
     """
 
     def __init__(self, bpe: Any, size: int):
-        self.bpe, self.dtype = bpe, dtype_of(size)
+        self.bpe, self.dtype = bpe, token_dtype(size)
 
     def encode(self, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         """Returns the tokens of each piece with their flag bits."""
@@ -100,7 +100,7 @@ class HuggingFaceEncoder:
     """
 
     def __init__(self, saved: TokenizerFacts, end: str = ""):
-        self.tokenizer, self.dtype = load(saved), dtype_of(saved.size)
+        self.tokenizer, self.dtype = load(saved), token_dtype(saved.size)
         self.before, self.after = enclosing_tokens(saved, self.tokenizer)
         self.end = end_token(saved, end)
 
@@ -155,7 +155,7 @@ def end_token(saved: TokenizerFacts, end: str) -> int:
             fix = suggest(end, saved.added, otherwise=f"one of: {_end_candidates(saved)}, or leave it out")
             raise refuse(f"data.end = {end!r}", rule=f"data.end is a token of {saved.file}", fix=fix)
         return saved.ids[end]
-    eos = saved.id_of("eos_token")
+    eos = saved.special_id("eos_token")
     if eos is None:
         choices = _end_candidates(saved)
         raise refuse(
@@ -210,7 +210,7 @@ def enclosing_tokens(saved: TokenizerFacts, tokenizer: Any) -> tuple[list[int], 
     """Finds the ids of special tokens before and after a text: in the config if it decides, else by encoding one."""
     if saved.adds_bos_eos is not None:
         return tuple(
-            [token] if is_added and (token := saved.id_of(key)) is not None else []
+            [token] if is_added and (token := saved.special_id(key)) is not None else []
             for key, is_added in zip(("bos_token", "eos_token"), saved.adds_bos_eos, strict=True)
         )  # pyright: ignore[reportReturnType]
     bare = tokenizer.encode("a", add_special_tokens=False).ids
@@ -304,6 +304,6 @@ def _groups(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
         yield group
 
 
-def encode_from(corpus: Corpus, encoder: Encoder, read: Callable[[int], None]):
+def document_encoder(corpus: Corpus, encoder: Encoder, read: Callable[[int], None]):
     """Returns the function that maps a place to the tokens from there on, for `packing.write_tokens`."""
     return partial(encode_documents, corpus, encoder, read)

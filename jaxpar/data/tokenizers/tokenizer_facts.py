@@ -162,7 +162,7 @@ class TokenizerFacts:
             return None
         return bool(self.config.get("add_bos_token", usual)), bool(self.config.get("add_eos_token", False))
 
-    def id_of(self, key: str) -> int | None:
+    def special_id(self, key: str) -> int | None:
         """Returns the id of a special token, such as `eos_token`; None if the folder names none.
 
         Raises:

@@ -106,11 +106,11 @@ class Streaming(OuterOptimizer):
         Before the first fragment arrives, `every` is added to it: these steps only send.
         """
         place = (step - 1) % self.every
-        arrival = _fragment_at(self, place - self.delay)
+        arrival = _fragment_number(self, place - self.delay)
         if arrival is not None and step <= self.delay:  # nothing was sent yet
             arrival = None
             place += self.every
-        return place + 1 if _fragment_at(self, place % self.every) is not None or arrival is not None else 0
+        return place + 1 if _fragment_number(self, place % self.every) is not None or arrival is not None else 0
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
         """Sends a fragment, applies an earlier one, or both."""
@@ -119,11 +119,11 @@ class Streaming(OuterOptimizer):
         state = dict(replicas.exchange_state)
         all_fragments = fragments(between.parts, self.fragments, self.order)
         warmup, place = divmod(between.sync_round - 1, self.every)
-        if (number := _fragment_at(self, place)) is not None:
+        if (number := _fragment_number(self, place)) is not None:
             fragment = all_fragments[number]
             mean, state["code"] = self._mean(fragment, params, state, _mesh_of_fragment(between, fragment))
             state["sent"] = put(state["sent"], fragment, mean)
-        if not warmup and (number := _fragment_at(self, place - self.delay)) is not None:
+        if not warmup and (number := _fragment_number(self, place - self.delay)) is not None:
             params, state = self._apply(number, all_fragments[number], params, state, between)
         return replace(replicas, params=structure.unflatten(params.values()), exchange_state=state)
 
@@ -168,7 +168,7 @@ class Streaming(OuterOptimizer):
         """Returns parameters by path, the number and layers of a sync round's fragment, and `between` by path."""
         flat, structure = flatten_by_path(replicas.params)
         between = between.with_specs(dict(zip(flat, structure.flatten_up_to(between.specs), strict=True)))
-        number = _fragment_at(self, (meeting - 1) % self.every)
+        number = _fragment_number(self, (meeting - 1) % self.every)
         if number is None:
             rule = "a fragment departs in a sync round that sends one"
             raise refuse(f"sync round {meeting} of {self}", rule=rule, fix="the number of a sync round that sends one")
@@ -207,7 +207,7 @@ class Streaming(OuterOptimizer):
         }  # fmt: skip
 
 
-def _fragment_at(method: Streaming, place: int) -> int | None:
+def _fragment_number(method: Streaming, place: int) -> int | None:
     """Returns the number of the fragment that step `place` of the period (from 0) sends, or None."""
     distance = method.every // method.fragments
     number, remainder = divmod(place % method.every + 1, distance)

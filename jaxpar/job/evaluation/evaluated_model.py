@@ -47,10 +47,10 @@ class DataChoice:
         return replace(job, data=replace(job.data, sets=sets))
 
 
-def key_of(override: str) -> str:
+def override_key(override: str) -> str:
     """Returns the key of an override.
 
-    >>> key_of("data.path=test.txt")
+    >>> override_key("data.path=test.txt")
     'data.path'
     """
     return ".".join(word.strip() for word in override.partition("=")[0].split("."))
@@ -60,7 +60,7 @@ def check_overrides(overrides: Sequence[str]) -> list[Problem]:
     """Returns a problem for each override that an evaluation does not read; `loads` reports malformed ones."""
     problems = []
     for override in overrides:
-        section, _, rest = key_of(override).partition(".")
+        section, _, rest = override_key(override).partition(".")
         if rest and section not in SECTIONS and (section != "train" or rest.partition(".")[0] not in TRAIN):
             rule = f"an evaluation reads {', '.join(SECTIONS)} and train.{', train.'.join(TRAIN)}"
             problems.append(Problem(f"override {override!r:.200}", rule, "leave it out, or data.path=FILE"))
@@ -69,7 +69,7 @@ def check_overrides(overrides: Sequence[str]) -> list[Problem]:
 
 def choose_data(overrides: Sequence[str]) -> DataChoice:
     """Returns the examples that the overrides ask for."""
-    words = [key_of(override).split(".") for override in overrides]
+    words = [override_key(override).split(".") for override in overrides]
     keys = {parts[1] for parts in words if parts[0] == "data" and len(parts) > 1}
     sets = [parts[2] for parts in words if parts[:2] == ["data", "sets"] and len(parts) > 2]
     return DataChoice(
@@ -95,7 +95,7 @@ def check_own_data(overrides: Sequence[str], choice: DataChoice, *, is_text: boo
       JaxparError: If there is such an override.
     """
     for override in overrides:
-        section, _, key = key_of(override).partition(".")
+        section, _, key = override_key(override).partition(".")
         if section != "data" or key.split(".")[0] in ("sets", "ahead"):
             continue
         if is_text and key in TOKENS:

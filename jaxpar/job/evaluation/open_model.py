@@ -20,15 +20,15 @@ from jaxpar.job.evaluation.evaluated_model import (
     check_overrides,
     check_own_data,
     choose_data,
-    key_of,
+    override_key,
     with_defaults,
     without_training,
 )
 from jaxpar.job.file.parse import loads
-from jaxpar.job.file.run_folder import NAME, check_same_data, job_of
+from jaxpar.job.file.run_folder import NAME, check_same_data, read_job
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import with_saved_tokenizer
-from jaxpar.job.parts.names import settings_of
+from jaxpar.job.parts.names import model_settings
 from jaxpar.job.parts.pretrained_start import check_start
 from jaxpar.job.run_weights import start_from_params
 from jaxpar.models.huggingface.config import read_settings
@@ -110,7 +110,7 @@ def open_run(where: Path, checkpoints: str, overrides: tuple[str, ...], work: Pa
         folder, checkpoints = where.resolve().parent.parent, str(int(where.resolve().name))
     if faults := check_overrides(overrides):
         raise JaxparError(*faults)
-    trained, choice = job_of(folder, allow_import=allow_import), choose_data(overrides)
+    trained, choice = read_job(folder, allow_import=allow_import), choose_data(overrides)
     text = (folder / NAME).read_text(encoding="utf-8")
     job = loads(text, with_defaults(overrides, choice), allow_import=allow_import)
     check_own_data(overrides, choice, is_text=trained.data.is_text)
@@ -118,7 +118,7 @@ def open_run(where: Path, checkpoints: str, overrides: tuple[str, ...], work: Pa
     job = choice.select_sets(_with_tokens_of_run(job, folder, choice))
     _link_data(folder, work)
     several = bool(job.sweep.over) or job.effective_parallel.exchange.global_model == NO_MODEL
-    job = with_model_of(with_saved_tokenizer(trained, folder), job)
+    job = copy_model_sizes(with_saved_tokenizer(trained, folder), job)
     job = without_training(job, work, starts=job.train.adapters.base == "int8", several=several)
     return RunModel(folder=folder, job=job, choice=choice, steps=steps, several=several, has_data=True)
 
@@ -169,7 +169,7 @@ def _best_step(folder: Path, available: list[int], spec: Checkpoints) -> int:
     return min(ranked)[1]
 
 
-def with_model_of(trained: Job, job: Job) -> Job:
+def copy_model_sizes(trained: Job, job: Job) -> Job:
     """Sets the vocabulary and context length of the model, which the trained job's data decide, and other data do not.
 
     Args:
@@ -178,7 +178,7 @@ def with_model_of(trained: Job, job: Job) -> Job:
     """
     if trained.model["name"] not in MODELS or not trained.data.is_text:
         return job
-    settings: Any = settings_of(trained)
+    settings: Any = model_settings(trained)
     sizes = {key: getattr(settings, key) for key in ("vocab", "seq") if hasattr(settings, key)}
     return replace(job, model=job.model | sizes)
 
@@ -276,6 +276,6 @@ def _defaults(folder: Path, overrides: tuple[str, ...]) -> list[str]:
     defaults = [f"train.global_batch={EXAMPLES}", f"data.seq={min(settings.seq, LONGEST)}"]
     if (folder / TOKENIZER).is_file():
         defaults.append(f"data.tokenizer={json.dumps(str(folder))}")
-    if not any(key_of(override).startswith(("mesh.", "parallel.")) for override in overrides):
+    if not any(override_key(override).startswith(("mesh.", "parallel.")) for override in overrides):
         defaults.append("mesh.devices=1")
     return defaults

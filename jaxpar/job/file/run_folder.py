@@ -45,7 +45,7 @@ SPLIT = ("data.held_out", "data.seq")  # keys that decide which examples are hel
 MISSING = "not set"
 
 
-def job_of(folder: Path, *, allow_import: bool = False) -> Job:
+def read_job(folder: Path, *, allow_import: bool = False) -> Job:
     """Returns the job that a run was trained with.
 
     Raises:
@@ -224,7 +224,7 @@ def compare_jobs(folder: Path, job: Job) -> list[KeyChange]:
     """
     if not (folder / NAME).exists():
         return []
-    previous = job_of(folder)
+    previous = read_job(folder)
     old, new = key_values(previous), key_values(job)
     result = [
         KeyChange(key, old.get(key, MISSING), new.get(key, MISSING))

@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError, Problem, first_problems, refuse, suggest,
 from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
-from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_table, settings_of
+from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_settings, model_table
 from jaxpar.models.settings.reference_models import MODELS, REFERENCE_MODELS
 from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint
@@ -198,7 +198,7 @@ def _call_factory(job: Job, target: Callable, settings: Mapping[str, object], lo
 
 
 def _builtin_model(job: Job) -> Callable:
-    settings = settings_of(job)
+    settings = model_settings(job)
     if not job.data.is_text and hasattr(settings, "classes"):
         _check_labels(job, settings)
     model = _load(REFERENCE_MODELS[job.model["name"]].path)

@@ -55,7 +55,7 @@ def model_table(job: Job) -> tuple[str, dict[str, Any]]:
     return name, {key: value for key, value in job.model.items() if key != "name"}
 
 
-def settings_of(job: Job) -> Any:
+def model_settings(job: Job) -> Any:
     """Returns the checked settings of a job's model, one of `MODELS`; text data gives default `vocab` and `seq`.
 
     Raises:
@@ -65,12 +65,12 @@ def settings_of(job: Job) -> Any:
     reads_text = job.data.is_text and "vocab" in {field.name for field in dataclasses.fields(MODELS[name])}
     if reads_text:
         settings = {"vocab": job.data.tokens, "seq": job.data.seq, **settings}
-    model_settings, problems = validate(MODELS[name], settings, "model")
+    config, problems = validate(MODELS[name], settings, "model")
     if problems:
         raise JaxparError(*problems)
     if reads_text:
-        _check_text(job, model_settings)
-    return model_settings
+        _check_text(job, config)
+    return config
 
 
 def custom_loss(job: Job) -> Callable | None:

@@ -130,7 +130,7 @@ def note_optimizer(job: Job, layout: Layout) -> Layout:
     return with_note(layout, str(muon.muon_coverage(shapes, _dim_names(layout.blueprint)))) if shapes else layout
 
 
-def best_of(job: Job) -> Best:
+def best_evaluation(job: Job) -> Best:
     """Returns the metric that compares the evaluations of a job, and its patience."""
     spec = job.checkpoint
     return Best(metric=spec.best, lowest=spec.best_is == "lowest", patience=job.train.patience)

@@ -10,7 +10,7 @@ import dataclasses
 
 from jaxpar.errors import refuse
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.names import custom_loss, model_table, settings_of
+from jaxpar.job.parts.names import custom_loss, model_settings, model_table
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import MOMENTS, Recipe, recipe
 from jaxpar.plan.model_protocol import Model, Transformer
@@ -38,7 +38,7 @@ def planner_model(job: Job, devices: int) -> Model:
 
         return trace_job(job, devices)
     custom_loss(job)  # refuses a loss that does not exist
-    settings = settings_of(job)
+    settings = model_settings(job)
     if job.train.precision.compute != "bf16":
         raise refuse(
             f"train.precision = {job.train.precision.compute!r}",
@@ -59,7 +59,7 @@ def _trained_share(job: Job) -> float:
 
 def has_formulas(job: Job) -> bool:
     """Whether there are formulas: for a dense decoder."""
-    return model_table(job)[0] == "decoder" and not settings_of(job).experts.count
+    return model_table(job)[0] == "decoder" and not model_settings(job).experts.count
 
 
 def _is_counted(job: Job) -> bool:

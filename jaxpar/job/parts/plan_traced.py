@@ -72,10 +72,10 @@ def trained_share(job: Job) -> float:
 
 def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
     frozen, optimizer = frozen_paths(job, blueprint), resolve_optimizer(job, blueprint)
-    return recipe_of(blueprint, optimizer, frozen, name=job.optimizer.name)
+    return build_recipe(blueprint, optimizer, frozen, name=job.optimizer.name)
 
 
-def recipe_of(
+def build_recipe(
     blueprint: Blueprint,
     optimizer: optax.GradientTransformation,
     frozen: Collection[str],
@@ -346,7 +346,7 @@ def _is_sum(forward: Callable, *args: Any) -> bool:
 # The layout of a job as a planner candidate; a run records it, so that its report can show the prediction.
 
 
-def candidate_of(job: Job, layout: Layout) -> Candidate:
+def layout_candidate(job: Job, layout: Layout) -> Candidate:
     """Converts the layout of a job to a planner candidate.
 
     Raises:

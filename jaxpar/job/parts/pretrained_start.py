@@ -16,7 +16,7 @@ from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.dump import toml_value
 from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.names import settings_of
+from jaxpar.job.parts.names import model_settings
 from jaxpar.models.huggingface.config import differences
 from jaxpar.models.huggingface.folder import TOKENIZERS
 from jaxpar.models.huggingface.weights import Pretrained, Tensor, load
@@ -57,7 +57,7 @@ def check_start(job: Job, layout: Layout) -> PretrainedStart:
     if spec.rules:
         return _start_by_rules(job, layout)
     is_decoder = job.model["name"] == "decoder"
-    model = load(spec.start_from, padded_vocab=settings_of(job).padded_vocab if is_decoder else 0)
+    model = load(spec.start_from, padded_vocab=model_settings(job).padded_vocab if is_decoder else 0)
     is_default = (spec.take, spec.rename, spec.cast) == (defaults.take, defaults.rename, defaults.cast)
     problems = [*(_other_model(job, model) if is_default else ()), *_other_tokens(job, model.settings.vocab)]
     if problems:
@@ -67,7 +67,7 @@ def check_start(job: Job, layout: Layout) -> PretrainedStart:
     return PretrainedStart(params=params, origin=origin, kind=f"a Hugging Face {model.kind}")
 
 
-def rules_of(job: Job) -> Any:
+def import_rules(job: Job) -> Any:
     """Imports the rules of `checkpoint.rules`.
 
     Raises:
@@ -82,7 +82,7 @@ def _start_by_rules(job: Job, layout: Layout) -> PretrainedStart:
     spec = job.checkpoint
     if problems := _other_tokens(job, None):
         raise JaxparError(*problems)
-    tensors = from_huggingface(spec.start_from, layout, rules_of(job), skip=spec.skip)
+    tensors = from_huggingface(spec.start_from, layout, import_rules(job), skip=spec.skip)
     params = {path: tensor for path, tensor in tensors.items() if tensor is not None}
     origin = _origin(replace(spec, rules="", skip=(), take=tuple(params)), layout, params)
     return PretrainedStart(params=params, origin=origin, kind=f"read by {spec.rules}")
@@ -97,7 +97,7 @@ def _origin(spec: Checkpoints, layout: Layout, params: Mapping[str, Tensor]) -> 
     return start_from.plan(spec, Path(spec.start_from), source_arrays, targets)
 
 
-def decoder_of(job: Job) -> DecoderConfig:
+def decoder_settings(job: Job) -> DecoderConfig:
     """Returns the settings of the job's decoder.
 
     Raises:
@@ -109,11 +109,11 @@ def decoder_of(job: Job) -> DecoderConfig:
             rule="models of Hugging Face are read and written for jaxpar's decoder, and for others by rules",
             fix='model.name = "decoder", or checkpoint.rules = "my_module:RULES", as for jp.from_huggingface',
         )
-    return settings_of(job)
+    return model_settings(job)
 
 
 def _other_model(job: Job, found: Pretrained) -> list[Problem]:
-    settings = decoder_of(job)
+    settings = decoder_settings(job)
     keys = differences(settings, found.settings)
     if not keys:
         return []

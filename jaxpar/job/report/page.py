@@ -12,7 +12,7 @@ import numpy as np
 from jaxpar.errors import JaxparError
 from jaxpar.html.charts import Line, axes_table, chart, section
 from jaxpar.html.markup import Markup, badge, document, table, tag, tile
-from jaxpar.job.file.run_folder import job_of
+from jaxpar.job.file.run_folder import read_job
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.plan_model import needs_jax
 from jaxpar.job.plan import question
@@ -40,7 +40,7 @@ def predict(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     if chip is None or chip.key not in HARDWARE or not count.isdigit():
         return {"why": "simulated devices" if "cpu" in kind else f"no constants of {kind or 'the devices'} are known"}
     try:
-        job = job_of(folder)
+        job = read_job(folder)
         return _predict_job(job, int(count), chip.key, dict(facts.get("candidate") or {}))
     except JaxparError as error:
         return {"why": error.problems[0].got}

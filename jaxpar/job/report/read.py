@@ -173,7 +173,7 @@ class RunContents:
     def events(self) -> list[RunEvent]:
         """Starts, faults, changes and messages about checkpoints, in the order in which they happened."""
         result = [
-            RunEvent(int(event.get("step") or 0), event.get("time"), kind_of(event["said"]), event["said"])
+            RunEvent(int(event.get("step") or 0), event.get("time"), classify_event(event["said"]), event["said"])
             for event in self.messages
         ]
         skip_steps = {int(number) for event in result for number in re.findall(r"^step (\d+) skipped", event.what)}
@@ -218,7 +218,7 @@ def read(folder: Path) -> RunContents:
     )  # fmt: skip
 
 
-def kind_of(said: str) -> str:
+def classify_event(said: str) -> str:
     """Classifies an event by its message."""
     kinds = (
         ("fault", r"skipped|rolled? ?back|roll back|damaged|nan\b|spike|stopped|killed|lock is broken"),

@@ -26,7 +26,7 @@ from jaxpar.html.markup import (
 from jaxpar.plan.measurements.prediction_errors import expected_error
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.terminal import (
-    batch_of,
+    batch_text,
     bytes_class,
     css,
     hopeless,
@@ -96,7 +96,7 @@ def _where(plan: Plan) -> Markup:
         f"{show_count(question.model.parameters).replace('G', 'B')} parameters",
         f"{question.devices} × {hardware.chip.name}",
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, question.devices)}",
-        batch_of(question),
+        batch_text(question),
         f"expected error of a step: {expected_error(question, plan.best[0])}",
         *[f"attention: {words}" for words in [question.costs.attention] if words],
     ]

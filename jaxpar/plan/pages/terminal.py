@@ -150,7 +150,7 @@ def _head(plan: Plan) -> str:
     memory = f"memory: {show_bytes(question.memory_limit)} {question.memory_source}" if question.memory_source else ""
     lines = [
         f"{size} parameters on {question.devices} x {hardware.chip.name}, {nodes} node{plural} of {hardware.per_node}; "
-        f"{batch_of(question)}",
+        f"{batch_text(question)}",
         f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(question.memory_limit)} with "
         f"{spare(plan)}; "
         "all numbers are modelled:",
@@ -190,7 +190,7 @@ def spare(plan: Plan) -> str:
     return f"{share:.0%} to spare" + f", interleaved pipelines with {share + CHUNKED:.0%}" * chunked
 
 
-def batch_of(question: Question) -> str:
+def batch_text(question: Question) -> str:
     """Returns the batch of a step as text: `128 examples of 4,096 tokens per step`."""
     unit, per_example = question.model.unit
     return f"{question.rows} examples{f' of {per_example:,} {unit}' * (per_example > 1)} per step"

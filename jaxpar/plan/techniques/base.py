@@ -197,7 +197,7 @@ class PlanTechnique:
             return self.sizes(model, rows, choices)
         dim_sizes = [model.dims[name] for name in AXES[self.axis].splits if name in model.dims]
         batch = [rows] * AXES[self.axis].splits_batch
-        return up_to(divisors(math.gcd(*dim_sizes, *batch) or 1), choices.most(self.axis))
+        return up_to(divisors(math.gcd(*dim_sizes, *batch) or 1), choices.largest_size(self.axis))
 
 
 def divisors(number: int) -> list[int]:

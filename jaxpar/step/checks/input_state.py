@@ -19,7 +19,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange
 from jaxpar.optim.eval_params import eval_arrays
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import Tree, by_path, path_of
+from jaxpar.sharding.names import Tree, leaves_by_path, path_of
 from jaxpar.step.state import HOST, State
 
 _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
@@ -110,7 +110,7 @@ def check_matches_layout(state: State, layout: Layout) -> None:
         ("params", layout.placements, exchange.replicas_differ),
         ("model_state", layout.other_state, exchange.per_replica),
     ):
-        leaves = by_path(getattr(state, part))
+        leaves = leaves_by_path(getattr(state, part))
         if paths := sorted(leaves.keys() ^ places.keys()):
             raise refuse(
                 f"a state of another model: {part}/{paths[0]} is in the {'state' if paths[0] in leaves else 'layout'} "

@@ -20,7 +20,7 @@ from jaxpar.pipeline.run.branch_updates import OptimizerArrays, UpdatingBranchTa
 from jaxpar.pipeline.run.program import program
 from jaxpar.pipeline.run.shard_exchange import ShardExchange, sum_dtype
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
-from jaxpar.sharding.names import SCOPE, Tree, by_path, nest, path_of
+from jaxpar.sharding.names import SCOPE, Tree, leaves_by_path, nest, path_of
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.asynchronous import check_unsharded
@@ -49,7 +49,7 @@ class AsyncUnequalStages(UnequalStages):
         of_state = dict(
             zip(arrays.names, jax.tree.leaves(optimizer_specs(layout, opt_state), is_leaf=_is_spec), strict=True)
         )
-        stored = dict(sorted(by_path(state.params).items()))
+        stored = dict(sorted(leaves_by_path(state.params).items()))
         specs = {path: manual_spec(layout.placements[path].stored) for path in stored}
         array_specs = {name: manual_spec(of_state[name]) for name in arrays.owners}
         owned = {name: leaves[name] for name in arrays.owners}

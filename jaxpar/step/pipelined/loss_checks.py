@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.hlo.source_frames import equation_frame
-from jaxpar.jaxprs.dataflow import Scan, after, needed_equations, shapes, variables
+from jaxpar.jaxprs.dataflow import Scan, dependent_variables, needed_equations, shapes, variables
 from jaxpar.jaxprs.shorter_scan import KEEP_LAYERS
 from jaxpar.sharding.names import Tree
 from jaxpar.step.pipelined.layer_state import makes_keys
@@ -84,7 +84,7 @@ def check_one_pass(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, st
         ):
             stacks |= set(eqn.outvars)  # the cast of a stack is a stack
     for i, eqn in enumerate(scans):
-        dependents = after(eqns, eqn.outvars)
+        dependents = dependent_variables(eqns, eqn.outvars)
         if any(dependents.intersection(variables(later.invars)) for later in scans[i + 1 :]):
             raise refuse(
                 f"the layers of {name} go through a stack, and then through one again",

@@ -16,7 +16,7 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import PrunedJaxpr, Traced, split_groups, variables
 from jaxpar.models.stack import call_at_layers, intercept_layers
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import Compute, Tree, by_path, pick
+from jaxpar.sharding.names import Compute, Tree, leaves_by_path, pick
 from jaxpar.step.checks.input_state import cast_to_initial
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
@@ -115,7 +115,7 @@ class ModelStates:
             check_equal(self.layout, run, params, model_state, microbatch, calls[0])
             self._check_per_layer(run, params, model_state, microbatch, calls[0][2])
         jaxpr = traced.flat.jaxpr
-        paths = dict(zip(jaxpr.invars, by_path(params), strict=False))
+        paths = dict(zip(jaxpr.invars, leaves_by_path(params), strict=False))
         loss = MarkedLoss(blueprint.name, jaxpr, jaxpr.outvars[state:])
         self._check_enclosed(loss.layers(), paths)
         loss.check({var: path for var, path in paths.items() if path not in self.shardings.shared_keys})

@@ -24,7 +24,7 @@ from jaxpar.parallel.specs import update_specs
 from jaxpar.pipeline.run.parameter_moves import Gather, gather_parameter, padded_layers, redistribute_layers
 from jaxpar.pipeline.run.stage_gradients import Shards
 from jaxpar.sharding.constrain import activation_names
-from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, by_path, nest, pick
+from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, leaves_by_path, nest, pick
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,7 @@ def stack_layers(layout: Layout, params: Tree) -> Tree:
     """Replaces lists of layers in the parameters by stacks."""
     if not layout.lists:
         return params
-    flat = by_path(params)
+    flat = leaves_by_path(params)
     stacks = {stack: [flat.pop(path) for path in members] for stack, members in layout.lists.items()}
     flat |= {stack: _shard_stack(layout, stack, jnp.stack(layers), "stored") for stack, layers in stacks.items()}
     return _nest_paths(flat)
@@ -253,7 +253,7 @@ def unstack_layers(layout: Layout, gradients: Tree) -> Tree:
     """Replaces stacks in the gradients by lists of layers."""
     if not layout.lists:
         return gradients
-    flat = by_path(gradients)
+    flat = leaves_by_path(gradients)
     for stack, members in layout.lists.items():
         stacked_gradient = _shard_stack(layout, stack, flat.pop(stack), "updated")
         flat |= {path: stacked_gradient[i] for i, path in enumerate(members)}

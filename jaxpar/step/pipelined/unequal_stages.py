@@ -30,7 +30,7 @@ from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
 from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
-from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, by_path, nest
+from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, leaves_by_path, nest
 from jaxpar.step.frozen_parameters import zero_frozen
 from jaxpar.step.gradients import Gradients, apply_gradients
 from jaxpar.step.losses import Sums
@@ -101,7 +101,7 @@ class UnequalStages(Gradients):
 
     def _run(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array], *, train: bool):
         shardings, layout = self.shardings, self.layout
-        stored = {path: shardings.cast(value) for path, value in sorted(by_path(params).items())}
+        stored = {path: shardings.cast(value) for path, value in sorted(leaves_by_path(params).items())}
         specs = {path: manual_spec(layout.placements[path].stored) for path in stored}
         by_rows = PartitionSpec(shardings.batch_axes)
 

@@ -26,7 +26,7 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import checkpoint_leaves, without_adapters
-from jaxpar.sharding.names import Blueprint, by_path
+from jaxpar.sharding.names import Blueprint, leaves_by_path
 from jaxpar.step.checks.input_state import check_matches_layout, check_not_donated
 from jaxpar.step.model import eval_model
 from jaxpar.step.state import State
@@ -125,7 +125,7 @@ def to_huggingface(
     """
     _check_export(layout, state, origin)
     leaves = without_adapters(layout.blueprint).leaves
-    params = by_path(eval_model(layout, state)[0])
+    params = leaves_by_path(eval_model(layout, state)[0])
     table = _table(rules, leaves)
     return _write(folder, params, table, origin=origin, dtype=dtype, max_file_bytes=max_file_bytes)
 

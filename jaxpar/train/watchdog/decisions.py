@@ -77,7 +77,7 @@ def next_activity(mine: Heartbeat, seconds: float, **changes: Any) -> Heartbeat:
 # Facts: values that must be equal on all processes. If they are not, an error shows the difference.
 
 
-def digest_of(text: str) -> str:
+def hash_text(text: str) -> str:
     """Hashes a fact for comparison; processes read its text, which may be long, only if hashes differ."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

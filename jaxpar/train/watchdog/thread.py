@@ -81,7 +81,7 @@ class WatchdogThread(SingleProcess):
         self, folder: Path, attempt: str, *, process: int, count: int, limit: float, end: Callable | None = None
     ):
         self.process, self.count, self.limit = process, count, limit
-        self.folder = folder / "processes" / name_of(attempt)
+        self.folder = folder / "processes" / attempt_folder(attempt)
         self._end = end or _end
         self._watchdog = Watchdog(Files(self.folder), process=process, count=count, limit=limit)
         self._lost: Problem | None = None
@@ -130,7 +130,7 @@ class WatchdogThread(SingleProcess):
         """
         text, before, begin = f"{what}\n{value}", self._watchdog.beat, time.monotonic()
         self._watchdog.files.state(self.process, text)
-        index = self._watchdog.state(what, decisions.digest_of(text))
+        index = self._watchdog.state(what, decisions.hash_text(text))
 
         def differs() -> bool:
             stated = self._watchdog.known.fact_counts(index)
@@ -270,7 +270,7 @@ def report(run: Path, process: int, pid: int, how: str) -> None:
             write(file.parent, dataclasses.replace(beat, doing=f"failed: it {how}", count=beat.count + 1))
 
 
-def name_of(attempt: str) -> str:
+def attempt_folder(attempt: str) -> str:
     """Converts the name of an attempt to a valid folder name."""
     return re.sub(r"[^\w.]+", "-", attempt).strip(".-")
 

@@ -14,7 +14,7 @@ import jaxpar as jp
 from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.report import Report, build_report
 from jaxpar.inspector.subject import step_subject
-from jaxpar.mesh.absent_gpus import target_config_of, target_devices
+from jaxpar.mesh.absent_gpus import find_target_config, target_devices
 from jaxpar.models.islands import use_islands
 from jaxpar.plan.candidate import Candidate, recompute_shares
 from jaxpar.plan.machine.hardware import Hardware
@@ -117,7 +117,7 @@ class Built:
     @property
     def loss(self) -> Callable:
         """The loss; on a GPU that is not there, of a model whose attention is what stands in for cuDNN's."""
-        absent = target_config_of(self.devices[0]) is not None
+        absent = find_target_config(self.devices[0]) is not None
         return _with_stand_in if absent and self.training.precision == "bf16" else jp.next_token_loss
 
     def state(self) -> Any:
