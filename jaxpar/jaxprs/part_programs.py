@@ -122,11 +122,13 @@ class JaxprCut:
             updates[home.get(var, count - 1)][i] = var
         parts: list[PartProgram] = []
         for part in reversed(range(count)):
-            own = [eqn for eqn, at, sent in zip(eqns, part_of, is_sent, strict=True) if at == part or not sent]
+            part_eqns = [
+                eqn for eqn, number, sent in zip(eqns, part_of, is_sent, strict=True) if number == part or not sent
+            ]
             last = tuple(outs) if part == count - 1 else ()
-            wanted = [*last, *updates[part].values(), *(var for sent in sends[part].values() for var in sent)]
-            needed, reads = needed_equations(own, wanted)
-            computed = {var for eqn in needed for var in eqn.outvars}
+            results = [*last, *updates[part].values(), *(var for sent in sends[part].values() for var in sent)]
+            live_eqns, reads = needed_equations(part_eqns, results)
+            computed = {var for eqn in live_eqns for var in eqn.outvars}
             receives: dict[int, list[Var]] = {}
             for var in sorted((reads & home.keys()) - computed, key=order.__getitem__):
                 receives.setdefault(home[var], []).append(var)
@@ -143,7 +145,7 @@ class JaxprCut:
                     reads_state=_indices(self.inputs.state, reads),
                     outs=last,
                     state_outs=tuple(updates[part].values()),
-                    eqns=needed,
+                    eqns=live_eqns,
                 )
             )
         return parts[::-1]

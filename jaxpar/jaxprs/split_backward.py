@@ -2,11 +2,11 @@
 
     one trace of  y, vjp = jax.vjp(stage);  dparams, dx = vjp(g)
 
-    equations that do not need g      ──► forward       y, kept           in an F
+    equations that do not need g      ──► forward       y, residuals      in an F
     need g, and dx needs them         ──► input_grad    dx, stash         in a B
     all other equations               ──► weight_grad   dparams           in a W
 
-`kept` holds the residuals: values of the forward that the backward reads. Three kinds are not saved per microbatch:
+`residuals` are the values of the forward that the backward reads. Three kinds are not saved per microbatch:
 parameters and the input, which are arguments; values computed from parameters only (a cast, a transpose), which are
 recomputed; and, unless the backward is split, results of elementwise ops in scans over layers (`lean_scan`). `stash`
 holds the values that cross from B to W.
@@ -40,14 +40,14 @@ class Halves:
     """A stage's forward and backward as separate functions.
 
     Attributes:
-      forward: Maps (params, known, x) to (y, kept).
-      backward: Maps (params, known, x, kept, g) to (dparams, dx).
-      forward_in_place: Maps (params or their places, known, x, places of the residuals) to (y, buffers of the
+      forward: Maps (params, inputs, x) to (y, residuals).
+      backward: Maps (params, inputs, x, residuals, g) to (dparams, dx).
+      forward_in_place: Maps (params or their places, inputs, x, places of the residuals) to (y, buffers of the
         residuals); None if the backward is split.
-      backward_in_place: Maps (params or their places, known, x, residuals or their places, g, places of the gradient
+      backward_in_place: Maps (params or their places, inputs, x, residuals or their places, g, places of the gradient
         sums) to (buffers of the sums, dx); None if the backward is split.
-      input_grad: Maps (params, known, x, kept, g) to (dx, stash); None unless the backward is split.
-      weight_grad: Maps (params, known, stash) to dparams; None unless the backward is split.
+      input_grad: Maps (params, inputs, x, residuals, g) to (dx, stash); None unless the backward is split.
+      weight_grad: Maps (params, inputs, stash) to dparams; None unless the backward is split.
       residuals: Shapes and dtypes of the residuals of a forward.
       stash: Shapes and dtypes of the residuals of a B.
     """
@@ -66,13 +66,13 @@ def halves(stage: Callable, params: object, inputs: object, x: object, *, split:
     """Builds the forward and the backward functions of a stage.
 
     Args:
-      stage: Maps (params, known, x) to y.
+      stage: Maps (params, inputs, x) to y.
       params: The parameters, as arrays or shapes.
-      inputs: The inputs `known`, which are not trained.
+      inputs: The other inputs, which are not trained.
       x: The input of the stage.
       split: Whether to split the backward into `input_grad` and `weight_grad`.
-      whole: Whether values that depend only on parameters and `known` are saved too, as in a stage that begins with the
-        batch; else the backward recomputes them.
+      whole: Whether values that depend only on parameters and `inputs` are saved too, as in a stage that begins with
+        the batch; else the backward recomputes them.
     """
     joint = _JointJaxpr(stage, params, inputs, x, least=not split, whole=whole)
     residuals = shapes(joint.crossing)
@@ -94,12 +94,12 @@ def halves(stage: Callable, params: object, inputs: object, x: object, *, split:
     first = range(len(joint.dparams), len(joint.dparams) + len(joint.dx))
     cut = SplitJaxpr.split(inline_calls(joint.run_backward, avals), first=first, again=joint.again)
 
-    def input_grad(params, known, x, residuals, g):
-        out, stash = cut.first(jax.tree.leaves((params, known, x, residuals, g)))
+    def input_grad(params, inputs, x, residuals, g):
+        out, stash = cut.first(jax.tree.leaves((params, inputs, x, residuals, g)))
         return jax.tree.unflatten(joint.x_tree, out), stash
 
-    def weight_grad(params, known, stash):
-        return jax.tree.unflatten(joint.params_tree, cut.second(jax.tree.leaves((params, known)), stash))
+    def weight_grad(params, inputs, stash):
+        return jax.tree.unflatten(joint.params_tree, cut.second(jax.tree.leaves((params, inputs)), stash))
 
     # the jaxpr has the crossing values, but only a trace of the first half has their stacked shapes
     example = jax.make_jaxpr(cut.first)(avals)
@@ -117,15 +117,15 @@ class _JointJaxpr:
     releases.
     """
 
-    def __init__(self, stage: Callable, params: object, known: object, x: object, *, least: bool, whole: bool):
-        y = jax.eval_shape(stage, params, known, x)
+    def __init__(self, stage: Callable, params: object, inputs: object, x: object, *, least: bool, whole: bool):
+        y = jax.eval_shape(stage, params, inputs, x)
 
-        def joint(params, known, x, g):
-            y, pull = jax.vjp(lambda params, x: stage(params, known, x), params, x)
+        def joint(params, inputs, x, g):
+            y, pull = jax.vjp(lambda params, x: stage(params, inputs, x), params, x)
             return y, *pull(g)
 
-        closed = Traced(joint, params, known, x, y).closed
-        counts = [len(jax.tree.leaves(tree)) for tree in (params, known, x)]
+        closed = Traced(joint, params, inputs, x, y).closed
+        counts = [len(jax.tree.leaves(tree)) for tree in (params, inputs, x)]
         results = len(jax.tree.leaves(y))
         if least:
             closed = lean_scans(closed, closed.jaxpr.invars[sum(counts[:2]) : sum(counts)])
@@ -153,28 +153,28 @@ class _JointJaxpr:
     def _function(self, ins: list, eqns: list, outs: list) -> Callable:
         return subfunction(self.jaxpr, self.consts, ins, eqns, outs)
 
-    def forward(self, params, known, x):
-        out = self.run_forward(*jax.tree.leaves((params, known, x)))
+    def forward(self, params, inputs, x):
+        out = self.run_forward(*jax.tree.leaves((params, inputs, x)))
         return jax.tree.unflatten(self.y_tree, out[: len(self.y)]), list(out[len(self.y) :])
 
-    def backward(self, params, known, x, kept, g):
-        out = self.run_backward(*jax.tree.leaves((params, known, x, kept, g)))
+    def backward(self, params, inputs, x, residuals, g):
+        out = self.run_backward(*jax.tree.leaves((params, inputs, x, residuals, g)))
         dparams, dx = out[: len(self.dparams)], out[len(self.dparams) :]
         return jax.tree.unflatten(self.params_tree, dparams), jax.tree.unflatten(self.x_tree, dx)
 
-    def _split_places(self, given: Iterable[tuple[Var, Any]]) -> tuple[Env, dict[Var, BufferEntry]]:
+    def _split_places(self, pairs: Iterable[tuple[Var, Any]]) -> tuple[Env, dict[Var, BufferEntry]]:
         """Separates values from references to entries of buffers."""
-        values = dict(given)
+        values = dict(pairs)
         places = {var: value for var, value in values.items() if isinstance(value, BufferEntry)}
         return Env(self.jaxpr, self.consts, [item for item in values.items() if item[0] not in places]), places
 
-    def forward_into(self, params, known, x, places):
-        env, input_places = self._split_places(zip(self.given, jax.tree.leaves((params, known, x)), strict=True))
+    def forward_into(self, params, inputs, x, places):
+        env, input_places = self._split_places(zip(self.given, jax.tree.leaves((params, inputs, x)), strict=True))
         buffers = run_in_place(env, self.ahead, input_places, dict(zip(self.crossing, places, strict=True)), self.y)
         return jax.tree.unflatten(self.y_tree, [env[var] for var in self.y]), [buffers[var] for var in self.crossing]
 
-    def backward_from(self, params, known, x, kept, g, sums):
-        values = [*jax.tree.leaves((params, known, x, g)), *kept]
+    def backward_from(self, params, inputs, x, residuals, g, sums):
+        values = [*jax.tree.leaves((params, inputs, x, g)), *residuals]
         env, input_places = self._split_places(zip([*self.given, *self.g, *self.crossing], values, strict=True))
         write = dict(zip(self.dparams, jax.tree.leaves(sums), strict=True))
         buffers = run_in_place(env, self.back, input_places, write, self.dx)

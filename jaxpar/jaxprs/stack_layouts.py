@@ -40,9 +40,9 @@ def keep_stack_layouts(function: Callable) -> Callable:
 
 def _constrain_scans(jaxpr: Jaxpr) -> Jaxpr:
     scans = [Scan(eqn) for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    made = {var for scan in scans for var in _stacked_products(scan)}
-    read = {var for scan in scans for var in variables(scan.eqn.invars[len(scan.eqn.invars) - scan.xs :])}
-    stacks = made & read
+    products = {var for scan in scans for var in _stacked_products(scan)}
+    inputs = {var for scan in scans for var in variables(scan.eqn.invars[len(scan.eqn.invars) - scan.xs :])}
+    stacks = products & inputs
     eqns = [_constrain_body(eqn, stacks) if eqn.primitive.name == "scan" else eqn for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if stacks else jaxpr
 
@@ -53,23 +53,27 @@ def _stacked_products(scan: Scan) -> set[Var]:
     return {outer for outer, inner in pairs if _is_in(products, inner)}
 
 
-def _products(jaxpr: Jaxpr, found: set[Any]) -> set[Any]:
+def _products(jaxpr: Jaxpr, products: set[Any]) -> set[Any]:
     """Returns the results of batched matmuls, those given, and arrays of as many entries that are computed of them."""
-    found = {*found}
+    products = {*products}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (_, _), (batch, _) = eqn.params["dimension_numbers"]
-            found |= {*eqn.outvars} if batch else set()
+            products |= {*eqn.outvars} if batch else set()
         elif eqn.primitive.name in CALLS:
             inner = unwrap_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
-            given = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if _is_in(found, var)}
-            results = _products(inner, given)
-            found |= {var for var, own in zip(eqn.outvars, inner.outvars, strict=True) if _is_in(results, own)}
+            inner_products = {
+                inner_var for inner_var, var in zip(inner.invars, eqn.invars, strict=True) if _is_in(products, var)
+            }
+            results = _products(inner, inner_products)
+            products |= {
+                var for var, inner_var in zip(eqn.outvars, inner.outvars, strict=True) if _is_in(results, inner_var)
+            }
         else:
-            read: set[Any] = variables(eqn.invars) & found
-            entries = {var.aval.size for var in read}
-            found |= {var for var in eqn.outvars if getattr(var.aval, "size", None) in entries}
-    return found
+            operands: set[Any] = variables(eqn.invars) & products
+            entries = {var.aval.size for var in operands}
+            products |= {var for var in eqn.outvars if getattr(var.aval, "size", None) in entries}
+    return products
 
 
 def _constrain_body(eqn: JaxprEqn, stacks: set[Var]) -> JaxprEqn:
@@ -97,8 +101,8 @@ def _constrain_body(eqn: JaxprEqn, stacks: set[Var]) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(constrained, scan.body_consts)})
 
 
-def _is_in(found: set[Var], var: Var | Literal) -> bool:
-    return not isinstance(var, Literal) and var in found
+def _is_in(products: set[Var], var: Var | Literal) -> bool:
+    return not isinstance(var, Literal) and var in products
 
 
 def _has_layouts(var: Any) -> bool:

@@ -44,7 +44,7 @@ LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A model and its loss in three parts; `known` is (model state other than parameters, batch).
+    """A model and its loss in three parts; `inputs` is (model state other than parameters, batch).
 
     Attributes:
       blueprint: The model.
@@ -82,16 +82,16 @@ class Pieces:
 
     def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Returns the parameters outside of the stack, and those of one layer, all filled with 0.02."""
-        found = {path: jnp.full(self._shape(path), 0.02, leaf.dtype) for path, leaf in self.blueprint.leaves.items()}
-        shared = {path: value for path, value in found.items() if path not in self.stacked}
-        return shared, {path: found[path] for path in self.stacked}
+        values = {path: jnp.full(self._shape(path), 0.02, leaf.dtype) for path, leaf in self.blueprint.leaves.items()}
+        shared = {path: value for path, value in values.items() if path not in self.stacked}
+        return shared, {path: values[path] for path in self.stacked}
 
     def _shape(self, path: str) -> tuple[int, ...]:
         shape = self.blueprint.leaves[path].shape
         return (1, *shape[1:]) if path in self.stacked else shape
 
-    def _called(self, params: Mapping[str, object], known: tuple[Tree, Mapping[str, object]]) -> Callable[[], Any]:
-        model_state, batch = known
+    def _called(self, params: Mapping[str, object], inputs: tuple[Tree, Mapping[str, object]]) -> Callable[[], Any]:
+        model_state, batch = inputs
         leaves = {
             path: params[path] if path in params else jnp.zeros(self._shape(path), leaf.dtype)
             for path, leaf in self.blueprint.leaves.items()
@@ -106,31 +106,37 @@ class Pieces:
         return lambda: self.loss(model, batch)
 
     @step_hooks()
-    def embed(self, shared: Mapping[str, object], known: tuple[Tree, Mapping[str, object]]) -> tuple[Any, tuple]:
+    def embed(self, shared: Mapping[str, object], inputs: tuple[Tree, Mapping[str, object]]) -> tuple[Any, tuple]:
         """Returns the input of the first layer, and the inputs that differ by layer."""
-        found = call_at_layers(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
-        if found is None:
+        result = call_at_layers(self._called(shared, inputs), lambda layers, x, per_layer: (x, per_layer))
+        if result is None:
             raise refuse(
                 f"{self.blueprint.name} never says where its layers are",
                 rule="a model whose layers are measured calls jp.pipelined(layers, x) once",
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
             )
-        return found
+        return result
 
     @step_hooks()
-    def block(self, one: Mapping[str, object], known: tuple[Tree, Mapping[str, object]], mine: tuple, x: object) -> Any:
+    def block(
+        self,
+        layer_params: Mapping[str, object],
+        inputs: tuple[Tree, Mapping[str, object]],
+        layer_inputs: tuple,
+        x: object,
+    ) -> Any:
         """Applies one layer to x."""
 
-        def run(one, x):
-            return call_at_layers(self._called(one, known), lambda layers, _, __: layers(x, *mine))
+        def run(layer_params, x):
+            return call_at_layers(self._called(layer_params, inputs), lambda layers, _, __: layers(x, *layer_inputs))
 
-        return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
+        return run(layer_params, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(layer_params, x)
 
     @step_hooks()
-    def head(self, shared: Mapping[str, object], known: tuple[Tree, Mapping[str, object]], y: object) -> jax.Array:
+    def head(self, shared: Mapping[str, object], inputs: tuple[Tree, Mapping[str, object]], y: object) -> jax.Array:
         """Returns the loss for the output of the last layer."""
         with intercept_layers(lambda layers, x, per_layer: y):
-            return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]
+            return as_sums(self._called(shared, inputs)(), accumulate=1)["loss"][0]
 
 
 def layers(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> dict[str, Any]:
@@ -152,49 +158,52 @@ def layers(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Nu
             rule="times are measured on a device that is there; simulated ones share a processor",
             fix="a process with one device: without XLA_FLAGS=--xla_force_host_platform_device_count",
         )
-    taken = where()
+    origin = where()
     rows = next(iter(batch.values())).shape[0]
-    said = f"{rows} rows, {numerics.matmuls.compute}, remat {numerics.remat}; measured on one {devices[0].device_kind}"
-    said += f" ({taken['machine']}), jax {jax.__version__}{', commit ' * bool(taken['commit'])}{taken['commit']}"
-    profile = measure(model, loss, batch, numerics, said=said)
-    print(f"Input: {said}; times measured, bytes exact")
+    note = f"{rows} rows, {numerics.matmuls.compute}, remat {numerics.remat}; measured on one {devices[0].device_kind}"
+    note += f" ({origin['machine']}), jax {jax.__version__}{', commit ' * bool(origin['commit'])}{origin['commit']}"
+    profile = measure(model, loss, batch, numerics, note=note)
+    print(f"Input: {note}; times measured, bytes exact")
     print("layer             forward  backward   activations    parameters       storage        work     depth")
     work = count_work(model, loss, batch, numerics)
-    for node, each in zip(profile.nodes[1:], work, strict=True):
+    for node, layer_work in zip(profile.nodes[1:], work, strict=True):
         times = "".join(f"{show_seconds(ms / 1e3):>10}" for ms in (node.forward, node.backward))
         sizes = "".join(f"{show_bytes(size):>14}" for size in (node.activations, node.parameters, node.storage))
-        print(f"{node.layer:<16}{times}{sizes}{show_count(each.work):>12}{show_count(each.depth):>10}")
-    whole = reduce(WorkDepth.then, work)
+        print(f"{node.layer:<16}{times}{sizes}{show_count(layer_work.work):>12}{show_count(layer_work.depth):>10}")
+    total = reduce(WorkDepth.then, work)
     print("Storage is w + f + grad w + grad o: parameters, activations, and a gradient of each")
     print(
-        f"A forward pass: {'at least ' * whole.unknown}{show_count(whole.work)} operations, {show_count(whole.depth)} "
-        f"one after the other: an average parallelism of {show_count(round(whole.parallelism))}"
+        f"A forward pass: {'at least ' * total.unknown}{show_count(total.work)} operations, {show_count(total.depth)} "
+        f"one after the other: an average parallelism of {show_count(round(total.parallelism))}"
     )
     if devices[0].platform == "cpu":
         print("These times are of this processor and say nothing about a GPU; the bytes hold on any.")
-    return {"profile": profile, "work": work, "where": taken}
+    return {"profile": profile, "work": work, "where": origin}
 
 
-def measure(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, said: str = "") -> Profile:
-    """Measures a model and returns its profile; `said` is a note on the line of the input.
+def measure(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, note: str = "") -> Profile:
+    """Measures a model and returns its profile; `note` is a note on the line of the input.
 
     Raises:
       JaxparError: If the model has no stack of equal layers, or does not mark it with `jp.pipelined`.
     """
     pieces = Pieces.from_model(model, loss, numerics)
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
-    known = (jax.jit(lambda key: pieces.blueprint.init(key)[1])(jax.random.key(0)), zeros)
-    shared, one = pieces.arrays()
-    x, per_layer = jax.jit(pieces.embed)(shared, known)
-    mine = jax.tree.map(lambda leaf: leaf[:1], per_layer)
-    before, block, head = _functions(pieces)
-    nodes = [Node("node0", f"Input{': ' * bool(said)}{said}", 0.0, 0.0, _size(zeros), 0.0)]
-    nodes.append(Node("node1", "Embedding", *_times(before, 1, shared, known), _size(x), _read(before, shared, known)))
-    times, parameters = _times(block, 2, one, x, known, mine), _read(block, one, x, known, mine)
+    inputs = (jax.jit(lambda key: pieces.blueprint.init(key)[1])(jax.random.key(0)), zeros)
+    shared, layer_params = pieces.arrays()
+    x, per_layer = jax.jit(pieces.embed)(shared, inputs)
+    layer_inputs = jax.tree.map(lambda leaf: leaf[:1], per_layer)
+    embed, block, head = _functions(pieces)
+    nodes = [Node("node0", f"Input{': ' * bool(note)}{note}", 0.0, 0.0, _size(zeros), 0.0)]
+    nodes.append(Node("node1", "Embedding", *_times(embed, 1, shared, inputs), _size(x), _read(embed, shared, inputs)))
+    times, parameters = (
+        _times(block, 2, layer_params, x, inputs, layer_inputs),
+        _read(block, layer_params, x, inputs, layer_inputs),
+    )
     for layer in range(pieces.count):
         nodes.append(Node(f"node{layer + 2}", f"Block {layer}", *times, _size(x), parameters))
-    times, parameters = _times(head, 2, shared, x, known), _read(head, shared, x, known)
-    size = _size(jax.eval_shape(head, shared, x, known))
+    times, parameters = _times(head, 2, shared, x, inputs), _read(head, shared, x, inputs)
+    size = _size(jax.eval_shape(head, shared, x, inputs))
     nodes.append(Node(f"node{pieces.count + 2}", "Head and loss", *times, size, parameters))
     names = [node.name for node in nodes]
     return Profile(tuple(nodes), tuple(pairwise(names)))
@@ -203,43 +212,43 @@ def measure(model: object, loss: Callable, batch: Mapping[str, Any], numerics: N
 def count_work(model: object, loss: Callable, batch: Mapping[str, object], numerics: Numerics) -> list[WorkDepth]:
     """Returns the work and depth of each layer in a forward pass, in the order of `measure`; nothing is run."""
     pieces = Pieces.from_model(model, loss, numerics)
-    before, block, head = _functions(pieces)
-    known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), dict(batch))
-    shared, one = jax.eval_shape(pieces.arrays)
-    x, per_layer = jax.eval_shape(pieces.embed, shared, known)
-    mine = jax.eval_shape(lambda per_layer: jax.tree.map(lambda leaf: leaf[:1], per_layer), per_layer)
-    each = work_depth(block, one, x, known, mine)
-    return [work_depth(before, shared, known), *[each] * pieces.count, work_depth(head, shared, x, known)]
+    embed, block, head = _functions(pieces)
+    inputs = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), dict(batch))
+    shared, layer_params = jax.eval_shape(pieces.arrays)
+    x, per_layer = jax.eval_shape(pieces.embed, shared, inputs)
+    layer_inputs = jax.eval_shape(lambda per_layer: jax.tree.map(lambda leaf: leaf[:1], per_layer), per_layer)
+    layer_work = work_depth(block, layer_params, x, inputs, layer_inputs)
+    return [work_depth(embed, shared, inputs), *[layer_work] * pieces.count, work_depth(head, shared, x, inputs)]
 
 
 def _functions(pieces: Pieces) -> tuple[Callable, Callable, Callable]:
     """Returns the functions embedding, block and head; the arguments to differentiate come first."""
     return (
-        lambda shared, known: pieces.embed(shared, known)[0],
-        lambda one, x, known, mine: pieces.block(one, known, mine, x),
-        lambda shared, y, known: pieces.head(shared, known, y),
+        lambda shared, inputs: pieces.embed(shared, inputs)[0],
+        lambda layer_params, x, inputs, layer_inputs: pieces.block(layer_params, inputs, layer_inputs, x),
+        lambda shared, y, inputs: pieces.head(shared, inputs, y),
     )
 
 
 def _times(function: Callable, count: int, *args: Any) -> tuple[float, float]:
     """Times a function in milliseconds: forward, and backward with gradients of the first `count` arguments."""
 
-    def both(*args):
-        y, pull = jax.vjp(lambda *own: function(*own, *args[count:]), *args[:count])
+    def forward_and_backward(*args):
+        y, pull = jax.vjp(lambda *inputs: function(*inputs, *args[count:]), *args[:count])
         return y, pull(jax.tree.map(jnp.ones_like, y))
 
-    forward, whole = (_milliseconds(jax.jit(run), args) for run in (function, both))
-    return forward, max(0.0, whole - forward)
+    forward, total = (_milliseconds(jax.jit(run), args) for run in (function, forward_and_backward))
+    return forward, max(0.0, total - forward)
 
 
 def _milliseconds(run: Callable, args: tuple) -> float:
     jax.block_until_ready(run(*args))
-    spent: list[float] = []
-    while len(spent) < LEAST or (sum(spent) < LONGEST and len(spent) < 100):
+    seconds: list[float] = []
+    while len(seconds) < LEAST or (sum(seconds) < LONGEST and len(seconds) < 100):
         begin = time.perf_counter()
         jax.block_until_ready(run(*args))
-        spent.append(time.perf_counter() - begin)
-    return statistics.median(spent) * 1e3
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds) * 1e3
 
 
 def _read(function: Callable, params: dict[str, jax.Array], *args: Any) -> float:

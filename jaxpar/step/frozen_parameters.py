@@ -54,9 +54,9 @@ def drop_paths(paths: Set[str], tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda keys, leaf: None if path_of(keys) in paths else leaf, tree)
 
 
-def fill_missing(tree: Tree, other: Tree) -> Tree:
+def fill_missing(tree: Tree, source: Tree) -> Tree:
     """Fills the None leaves of a tree from another tree."""
-    return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(lambda a, b: b if a is None else a, tree, source, is_leaf=lambda leaf: leaf is None)
 
 
 def zero_frozen(paths: Set[str], layout: Layout, gradients: Tree) -> Tree:

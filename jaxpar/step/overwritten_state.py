@@ -24,9 +24,9 @@ def select_paths(paths: Set[str], state: Tree) -> Tree:
     return _map_paths(paths, lambda leaf: leaf, lambda _: None, state)
 
 
-def replace_paths(paths: Set[str], state: Tree, other: Tree) -> Tree:
-    """Returns the model state with the arrays of `other` at these paths."""
-    return _map_paths(paths, lambda _, new: new, lambda old, _: old, state, other)
+def replace_paths(paths: Set[str], state: Tree, new_state: Tree) -> Tree:
+    """Returns the model state with the arrays of `new_state` at these paths."""
+    return _map_paths(paths, lambda _, new: new, lambda old, _: old, state, new_state)
 
 
 def fill_minus_infinity(paths: Set[str], state: Tree) -> Tree:
@@ -34,9 +34,9 @@ def fill_minus_infinity(paths: Set[str], state: Tree) -> Tree:
     return _map_paths(paths, lambda leaf: jnp.full_like(leaf, -jnp.inf), lambda leaf: leaf, state)
 
 
-def maximum_at_paths(paths: Set[str], state: Tree, after: Tree) -> Tree:
+def maximum_at_paths(paths: Set[str], state: Tree, new_state: Tree) -> Tree:
     """Returns the model state after a microbatch, with the maximum of both at these paths."""
-    return _map_paths(paths, jnp.maximum, lambda _, new: new, state, after)
+    return _map_paths(paths, jnp.maximum, lambda _, new: new, state, new_state)
 
 
 def check_overwritten(layout: Layout) -> None:
@@ -54,9 +54,9 @@ def check_overwritten(layout: Layout) -> None:
         )
 
 
-def _map_paths(paths: Set[str], inside, outside, state: Tree, *others: Tree) -> Tree:
+def _map_paths(paths: Set[str], change, keep, state: Tree, *others: Tree) -> Tree:
     def apply(keys, *leaves):
-        return (inside if path_of(keys) in paths else outside)(*leaves)
+        return (change if path_of(keys) in paths else keep)(*leaves)
 
     return jax.tree_util.tree_map_with_path(apply, state, *others)
 

@@ -75,11 +75,11 @@ class Feed:
         self._bad_out: list[int] = []  # sorted indices of corrupt held-out batches
         self.incomplete = Incomplete()
 
-    def evaluation_feed(self, name: str, held: EvaluationSet) -> "Feed":
+    def evaluation_feed(self, name: str, held_out: EvaluationSet) -> "Feed":
         """Returns the feed of an evaluation set, with the same layout and batch size."""
         if name not in self._evaluation_feeds:
-            made = self._evaluation_feeds[name] = copy(self)
-            made.source, made._bad_out, made.incomplete = held, [], Incomplete(name)
+            feed = self._evaluation_feeds[name] = copy(self)
+            feed.source, feed._bad_out, feed.incomplete = held_out, [], Incomplete(name)
         return self._evaluation_feeds[name]
 
     def batch(self, step: int) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ class Feed:
         Raises:
           JaxparError: If the batch is corrupt and the job does not skip corrupt batches.
         """
-        return [replace(each, batch=self.to_global_arrays(each.batch)) for each in self.read_evaluation(index)]
+        return [replace(item, batch=self.to_global_arrays(item.batch)) for item in self.read_evaluation(index)]
 
     def read(self, step: int) -> Batch:
         """Returns this process's rows of the training batch of a step, on the host."""
@@ -122,20 +122,22 @@ class Feed:
         with self._one:
             passed: list[CorruptBatch] = []
             while True:
-                at = index
+                position = index
                 for bad in self._bad_out:
-                    at += bad <= at
+                    position += bad <= position
                 try:
                     # a user's source may return None instead of an empty list
-                    batches = self.source.evaluation(at, self.size, *self._wanted_rows()) or []
-                    for each in batches:
+                    batches = self.source.evaluation(position, self.size, *self._wanted_rows()) or []
+                    for item in batches:
                         if self.good is not None:
-                            self.good.check(each.batch, lambda _, at=at: f"held-out batch {at}", *self._wanted_rows())
+                            self.good.check(
+                                item.batch, lambda _, at=position: f"held-out batch {at}", *self._wanted_rows()
+                            )
                     rows = self.rows if self._skips else None  # of this process, if it has read those of all
-                    return [replace(each, batch=select_rows(each.batch, rows)) for each in batches]
+                    return [replace(item, batch=select_rows(item.batch, rows)) for item in batches]
                 except CorruptBatch as error:
                     _skip_batch(self, "a held-out batch", error, passed)
-                    self._bad_out = sorted([*self._bad_out, at])
+                    self._bad_out = sorted([*self._bad_out, position])
 
     def rearrange(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
         """Returns the given rows of the index-th (padded) held-out batch, as `to_global_arrays` does.
@@ -146,10 +148,10 @@ class Feed:
         """
         if self.rows is None:
             return select_rows(self.read_evaluation(index)[0].batch, rows)
-        part, here = copy(self), rows_here(self.layout, len(rows))
-        part.rows = rows[here]
+        part, local_rows = copy(self), rows_here(self.layout, len(rows))
+        part.rows = rows[local_rows]
         batch = part.read_evaluation(index)[0].batch
-        part.rows, part.size = here, len(rows)
+        part.rows, part.size = local_rows, len(rows)
         return part.to_global_arrays(batch)
 
     def _wanted_rows(self) -> tuple[np.ndarray, ...]:
@@ -182,16 +184,16 @@ def _skip_batch(feed: Feed, what: str, error: CorruptBatch, passed: list[Corrupt
     return feed.skipped
 
 
-def _global_array(layout: Layout, size: int, here: Any, value: np.ndarray) -> jax.Array:
+def _global_array(layout: Layout, size: int, local_rows: Any, value: np.ndarray) -> jax.Array:
     """Returns the global array [size * draws, ...] from this process's rows of merged draws."""
-    times = len(value) // len(here)
-    rows, size = (here[:, None] * times + np.arange(times)).ravel(), size * times
+    times = len(value) // len(local_rows)
+    rows, size = (local_rows[:, None] * times + np.arange(times)).ravel(), size * times
     shape = (size, *value.shape[1:])
 
     def shard(index):
         begin, end, _ = index[0].indices(size)
-        at = np.searchsorted(rows, begin)
-        return value[(slice(at, at + end - begin), *index[1:])]
+        offset = np.searchsorted(rows, begin)
+        return value[(slice(offset, offset + end - begin), *index[1:])]
 
     value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
     return jax.make_array_from_callback(shape, batch_sharding(layout, shape), shard)
@@ -220,7 +222,7 @@ class Reader:
         if self._pool is not None:  # after a rollback a new Reader reads: wait for reads in progress
             self._pool.shutdown(wait=kind is not None and issubclass(kind, JaxparError), cancel_futures=True)
 
-    def batch(self, step: int, before: Mapping[str, object] | None) -> tuple[Mapping[str, Any], float]:
+    def batch(self, step: int, last_metrics: Mapping[str, object] | None) -> tuple[Mapping[str, Any], float]:
         """Returns the batch of a step, and the seconds that the devices waited for it.
 
         The seconds are the host's waiting time if the step before has finished by then, otherwise 0. They are an upper
@@ -228,7 +230,7 @@ class Reader:
 
         Args:
           step: The step, from 0; it must grow by 1 from call to call.
-          before: The metrics of the step before, if that is still in flight.
+          last_metrics: The metrics of the step before, if that is still in flight.
 
         Raises:
           JaxparError: If reading the batch raised it.
@@ -236,16 +238,16 @@ class Reader:
         began = time.perf_counter()
         batch = self.feed.to_global_arrays(self._read(step))
         waited = time.perf_counter() - began
-        arrays = [value for value in (before or {}).values() if isinstance(value, jax.Array)]
+        arrays = [value for value in (last_metrics or {}).values() if isinstance(value, jax.Array)]
         done = all(array.is_ready() for array in arrays)  # pyright: ignore[reportAttributeAccessIssue]
         return batch, waited if done else 0.0
 
     def _read(self, step: int) -> Any:
         if self._pool is None:
             return self.feed.read(step)
-        for each in range(step, min(step + 1 + self.ahead, self.last)):
-            if each not in self._wanted_rows:
-                self._wanted_rows[each] = self._pool.submit(self.feed.read, each)
+        for index in range(step, min(step + 1 + self.ahead, self.last)):
+            if index not in self._wanted_rows:
+                self._wanted_rows[index] = self._pool.submit(self.feed.read, index)
         return self._wanted_rows.pop(step).result()
 
 
@@ -258,8 +260,8 @@ def rows_here(layout: Layout, size: int) -> np.ndarray:
     """Returns the sorted indices of the rows of a global batch that this process's devices hold."""
     sharding = batch_sharding(layout, (size,))
     indices = sharding.addressable_devices_indices_map((size,)).values()
-    held = {index[0].indices(size)[:2] for index in indices if index is not None}
-    return np.concatenate([np.arange(begin, end) for begin, end in sorted(held)])
+    ranges = {index[0].indices(size)[:2] for index in indices if index is not None}
+    return np.concatenate([np.arange(begin, end) for begin, end in sorted(ranges)])
 
 
 def interleave(draws: Sequence[Batch]) -> dict[str, Any]:
@@ -270,5 +272,5 @@ def interleave(draws: Sequence[Batch]) -> dict[str, Any]:
     """
     if len(draws) == 1:
         return dict(draws[0])
-    each = {name: np.stack([draw[name] for draw in draws], axis=1) for name in draws[0]}
-    return {name: value.reshape(-1, *value.shape[2:]) for name, value in each.items()}
+    stacked = {name: np.stack([draw[name] for draw in draws], axis=1) for name in draws[0]}
+    return {name: value.reshape(-1, *value.shape[2:]) for name, value in stacked.items()}

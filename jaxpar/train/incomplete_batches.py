@@ -79,8 +79,8 @@ class Incomplete:
         """
 
         def sums(batch: Mapping[str, object]) -> Totals:
-            found = jax.device_get(evaluate(batch))
-            return {name: (float(total), float(count)) for name, (total, count) in found.items()}
+            metrics = jax.device_get(evaluate(batch))
+            return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
 
         batches = feed.evaluation(index)
         if not batches:
@@ -88,42 +88,43 @@ class Incomplete:
         count = batches[0].examples
         if count and not self.adds_up:
             return self._evaluate_smaller(feed, index, count, sums, say), True
-        found = [sums(each.batch) for each in batches]
+        parts = [sums(item.batch) for item in batches]
         if count and (first or (count > 1 and index not in self.checked)):
             self.checked.add(index)
             self.adds_up = _is_additive(feed, index, count, sums, draws=draws)
             if not self.adds_up:
                 return self._evaluate_smaller(feed, index, count, sums, say), True
         if not count:
-            for name, (_, number) in found[0].items():
-                seen = self.counts.setdefault(name, set())
-                if len(seen) < 2:
-                    seen.add(number)
-        return weighted_totals([(each.weight, part) for each, part in zip(batches, found, strict=True)]), bool(count)
+            for name, (_, number) in parts[0].items():
+                counts = self.counts.setdefault(name, set())
+                if len(counts) < 2:
+                    counts.add(number)
+        totals = weighted_totals([(item.weight, part) for item, part in zip(batches, parts, strict=True)])
+        return totals, bool(count)
 
     def _evaluate_smaller(self, feed: HeldOut, index: int, count: int, sums: Sums, say: Callable) -> Totals:
         """Evaluates the examples as a smaller batch without copies; returns its sums and counts."""
-        ways = feed.layout.replicas * feed.layout.microbatches
-        fit = count // ways * ways
+        divisor = feed.layout.replicas * feed.layout.microbatches
+        fit = count // divisor * divisor
         if count not in self.noted_sizes:
             self.noted_sizes.add(count)
-            say(_message(self.name, count, fit, ways))
+            say(_message(self.name, count, fit, divisor))
         if not fit:
             return {}
-        found = sums(feed.rearrange(index, np.arange(fit)))
+        totals = sums(feed.rearrange(index, np.arange(fit)))
         # a mean has the same count in every batch: weight it by the examples that it averages
-        share = {name: fit / feed.size if self.counts.get(name) == {each[1]} else 1.0 for name, each in found.items()}
-        return {name: (share[name] * total, share[name] * number) for name, (total, number) in found.items()}
+        share = {name: fit / feed.size if self.counts.get(name) == {pair[1]} else 1.0 for name, pair in totals.items()}
+        return {name: (share[name] * total, share[name] * number) for name, (total, number) in totals.items()}
 
 
 def weighted_totals(parts: list[tuple[float, Totals]]) -> Totals:
     """Adds up sums and counts, each part multiplied by its weight."""
-    made: Totals = {}
+    totals: Totals = {}
     for weight, part in parts:
         for name, (total, count) in part.items():
-            before = made.get(name, (0.0, 0.0))
-            made[name] = (before[0] + weight * total, before[1] + weight * count)
-    return made
+            previous = totals.get(name, (0.0, 0.0))
+            totals[name] = (previous[0] + weight * total, previous[1] + weight * count)
+    return totals
 
 
 def _is_additive(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bool) -> bool:
@@ -152,8 +153,10 @@ def _is_additive(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bo
 
 def _is_proportional(feed: HeldOut, index: int, sums: Sums) -> bool:
     """Whether two batches of different sizes, with copies of a single example, have the same mean loss."""
-    ways = feed.layout.replicas * feed.layout.microbatches
-    size, other = (sums(feed.rearrange(index, np.zeros(n, int))) for n in (feed.size, ways * (1 + (ways == feed.size))))
+    divisor = feed.layout.replicas * feed.layout.microbatches
+    size, other = (
+        sums(feed.rearrange(index, np.zeros(n, int))) for n in (feed.size, divisor * (1 + (divisor == feed.size)))
+    )
     return all(
         _equal_sums((total * other[name][1],), (other[name][0] * count,)) for name, (total, count) in size.items()
     )
@@ -164,12 +167,14 @@ def _equal_sums(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
     return math.isfinite(largest) and abs(sum(some) - sum(others)) <= SAME * largest
 
 
-def _message(name: str, count: int, fit: int, ways: int) -> str:
+def _message(name: str, count: int, fit: int, divisor: int) -> str:
     """Returns a message: the loss is not a sum over examples, so the last batch is smaller, or left out."""
-    of = f"held-out examples of {name}" if name else "held-out examples"
+    examples = f"held-out examples of {name}" if name else "held-out examples"
     why = "the loss does not add up over examples, so no copies are subtracted"
     if not fit:
-        last = f"last of the {of} is" if count == 1 else f"last {count} {of} are"
-        return f"{why}: the {last} not evaluated, as the mesh divides multiples of {ways}"
-    left = f"; {count - fit} of {count} are left out, as the mesh divides multiples of {ways}" if fit < count else ""
-    return f"{why}: the last {of} are a batch of {fit}{left}"
+        last = f"last of the {examples} is" if count == 1 else f"last {count} {examples} are"
+        return f"{why}: the {last} not evaluated, as the mesh divides multiples of {divisor}"
+    remainder = (
+        f"; {count - fit} of {count} are left out, as the mesh divides multiples of {divisor}" if fit < count else ""
+    )
+    return f"{why}: the last {examples} are a batch of {fit}{remainder}"

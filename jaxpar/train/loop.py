@@ -52,12 +52,12 @@ def run(job: Run, state: State) -> Outcome:
     )  # fmt: skip
     stop = Stop(feed.say)
     with stop.handle_signals():
-        begun = int(state.step)
-        ended = begun >= job.steps
-        if ended or (job.eval_every and begun and begun % job.eval_every == 0):
-            by = _score_resumed_step(job, state, feed, stop)
-            if ended or by or _is_over(job):
-                return Outcome(state=state, last={}, stopped_by=by)
+        first = int(state.step)
+        ended = first >= job.steps
+        if ended or (job.eval_every and first and first % job.eval_every == 0):
+            stopped_by = _score_resumed_step(job, state, feed, stop)
+            if ended or stopped_by or _is_over(job):
+                return Outcome(state=state, last={}, stopped_by=stopped_by)
         while True:
             start = int(state.step)
             try:
@@ -78,7 +78,7 @@ def _train_until_end(job: Run, state: State, feed: Feed, reader: Reader, stop: S
     start = int(state.step)
     rows = _RowsInFlight(job)
     stopped: str | None = None
-    due, owed = SaveSchedule(job.checkpoints, start=start), False
+    due, postponed = SaveSchedule(job.checkpoints, start=start), False
 
     def rescue() -> None:
         rows.land()
@@ -106,14 +106,14 @@ def _train_until_end(job: Run, state: State, feed: Feed, reader: Reader, stop: S
             evaluating = not stopped and bool(last or (job.eval_every and done % job.eval_every == 0))
             if stopped:
                 _report_stop(job, stopped, done)
-            lands = last or evaluating or owed or due.may_save(done) or job.trace.ends(done)
+            lands = last or evaluating or postponed or due.may_save(done) or job.trace.ends(done)
             rows.land(leave=0 if lands else IN_FLIGHT - 1, evaluating=evaluating, shows=True)
             if job.trace.ends(done) or last:
                 job.trace.end(done)
-            owed = due.is_due(done) or owed
-            saving = last or (owed and not job.watch.is_skipping)  # no save: the state may cause the skips
+            postponed = due.is_due(done) or postponed
+            saving = last or (postponed and not job.watch.is_skipping)  # no save: the state may cause the skips
             if saving:
-                owed = False
+                postponed = False
                 _save(job, state, done, rows.newest, last=last)
             if evaluating:
                 with stop.saving(partial(_save, job, state, done, rows.newest, last=True)):
@@ -193,10 +193,10 @@ def _report_activity(job: Run, step: int, what: str, *, first: bool) -> None:
 
 def _is_over(job: Run) -> bool:
     """Returns whether early stopping ends the run, and prints the reason."""
-    said = job.best.stop_reason(job.log.evaluated) if job.log else ""
-    if said and job.progress:
-        job.progress.say(said)
-    return bool(said)
+    reason = job.best.stop_reason(job.log.evaluated) if job.log else ""
+    if reason and job.progress:
+        job.progress.say(reason)
+    return bool(reason)
 
 
 def _is_best(job: Run, step: int) -> bool:
@@ -224,17 +224,17 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Sto
     """
     step = row["step"]
     job.watchdog.begin_activity(step, "evaluating")
-    found = evaluate(job, state, feed, stop)
-    if found:
-        job.best.check(found, keeps=job.checkpoints.keep_best)
-    row |= found or {}
-    if found and job.log:
-        job.log.amend(found, step=step)
-    if found and job.store:
+    scores = evaluate(job, state, feed, stop)
+    if scores:
+        job.best.check(scores, keeps=job.checkpoints.keep_best)
+    row |= scores or {}
+    if scores and job.log:
+        job.log.amend(scores, step=step)
+    if scores and job.store:
         job.store.score(step, _scores(job, row))
     if job.progress and "loss" in row:
         job.progress.step(row)
-    return stop.name if found is None else None
+    return stop.name if scores is None else None
 
 
 def _score_resumed_step(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
@@ -245,11 +245,11 @@ def _score_resumed_step(job: Run, state: State, feed: Feed, stop: Stop) -> str |
     ):
         return None
     row: dict[str, Any] = {"step": step}
-    by = _evaluate(job, state, feed, row, stop)
+    stopped_by = _evaluate(job, state, feed, row, stop)
     if job.progress and len(row) > 1:
-        said = ", ".join(f"{name} {value:.4f}" for name, value in row.items() if name != "step")
-        job.progress.say(f"step {step} evaluated: {said}")
-    return by
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in row.items() if name != "step")
+        job.progress.say(f"step {step} evaluated: {scores}")
+    return stopped_by
 
 
 def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> dict[str, float] | None:
@@ -258,15 +258,18 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
     A stop signal interrupts the evaluation, which then returns None. Only the signal of process 0 counts, as all
     processes must stop after the same batch.
     """
-    found: dict[str, float] = {}
-    for name, each in {"": feed, **{name: feed.evaluation_feed(name, held) for name, held in job.sets.items()}}.items():
-        means = _means(job, state, each, stop)
+    scores: dict[str, float] = {}
+    for name, evaluation_feed in {
+        "": feed,
+        **{name: feed.evaluation_feed(name, held_out) for name, held_out in job.sets.items()},
+    }.items():
+        means = _means(job, state, evaluation_feed, stop)
         if means is None:
             return None
         scored = job.step.gradients.evaluation_metrics(means)
         scored = scored | derive_measures(job.derived, scored)
-        found |= dict(zip(evaluation_names(scored, name), scored.values(), strict=True))
-    return found
+        scores |= dict(zip(evaluation_names(scored, name), scored.values(), strict=True))
+    return scores
 
 
 def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, float] | None:
@@ -284,10 +287,10 @@ def evaluation_totals(job: Run, state: State, feed: Feed, stop: Stop | None = No
             stop.name = signal.Signals(number).name
             return None
         evaluate = partial(job.step.evaluate, state)
-        found = feed.incomplete.totals(feed, index, evaluate, first=first, draws=draws, say=say)
-        if found is None:
+        batch_totals = feed.incomplete.totals(feed, index, evaluate, first=first, draws=draws, say=say)
+        if batch_totals is None:
             break
-        totals, first = weighted_totals([(1.0, totals), (1.0, found[0])]), first and not found[1]
+        totals, first = weighted_totals([(1.0, totals), (1.0, batch_totals[0])]), first and not batch_totals[1]
         index += 1
     return totals
 

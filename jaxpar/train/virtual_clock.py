@@ -33,7 +33,7 @@ Examples = Callable[[int], Mapping[str, Any]]
 
 
 def run(
-    step: Step, updates: Sequence[Update], examples: Examples, told: Callable[[Update, float], None], *, seed: int = 0
+    step: Step, updates: Sequence[Update], examples: Examples, report: Callable[[Update, float], None], *, seed: int = 0
 ) -> State:
     """Returns the state after all updates. Its `optimizer` is still the initial state: each shard has its own state.
 
@@ -41,7 +41,7 @@ def run(
       step: A step with one worker's layout, which computes the gradients.
       updates: The updates, ordered by time.
       examples: Returns the batch of a share, given its number.
-      told: Called after every update with the mean loss of its gradients.
+      report: Called after every update with the mean loss of its gradients.
       seed: Seed of the initial parameters.
 
     Raises:
@@ -53,26 +53,32 @@ def run(
     server = _Server(step.optimizer, flatten_by_path(state.params)[0], updates)
     structure = jax.tree.structure(state.params)
     workers = {push.worker for update in updates for push in update.pushes}
-    kept = dict.fromkeys(workers, state.model_state)
+    model_states = dict.fromkeys(workers, state.model_state)
     if len(workers) > 1:
-        kept = {worker: fold_in_number(state.model_state, jnp.uint32(worker)) for worker in workers}
-    made: dict[int, _Gradient] = {}
+        model_states = {worker: fold_in_number(state.model_state, jnp.uint32(worker)) for worker in workers}
+    gradients: dict[int, _Gradient] = {}
     for update in updates:
         for push in update.pushes:
-            if push.share not in made:
+            if push.share not in gradients:
                 params = structure.unflatten(server.read(push))
-                tree, sums, kept[push.worker] = step.compute_gradients(params, kept[push.worker], examples(push.share))
+                tree, sums, model_states[push.worker] = step.compute_gradients(
+                    params, model_states[push.worker], examples(push.share)
+                )
                 total, count = sums["loss"]
-                made[push.share] = _Gradient(flatten_by_path(tree)[0], float(total), float(count), server.shards)
-        each = [made[push.share] for push in update.pushes]
-        server.update(update, each)
-        told(update, sum(one.loss for one in each) / max(sum(one.count for one in each), 1e-30))
+                gradients[push.share] = _Gradient(flatten_by_path(tree)[0], float(total), float(count), server.shards)
+        pushed = [gradients[push.share] for push in update.pushes]
+        server.update(update, pushed)
+        report(
+            update, sum(gradient.loss for gradient in pushed) / max(sum(gradient.count for gradient in pushed), 1e-30)
+        )
         for push in update.pushes:
-            made[push.share].left -= 1
-            if not made[push.share].left:
-                del made[push.share]
+            gradients[push.share].pending_shards -= 1
+            if not gradients[push.share].pending_shards:
+                del gradients[push.share]
     params = structure.unflatten(server.newest())
-    return replace(state, params=params, model_state=kept[min(kept)] if kept else state.model_state)
+    return replace(
+        state, params=params, model_state=model_states[min(model_states)] if model_states else state.model_state
+    )
 
 
 def _first_state(step: Step, seed: int, rule: str) -> State:
@@ -90,10 +96,10 @@ def _first_state(step: Step, seed: int, rule: str) -> State:
 class _Gradient:
     """A computed gradient, the sum and count of its loss, and the number of shards that have not applied it yet."""
 
-    of: Flat
+    arrays: Flat
     loss: float
     count: float
-    left: int
+    pending_shards: int
 
 
 class _Server:
@@ -124,30 +130,30 @@ class _Server:
 
     def read(self, push: Push) -> list[jax.Array]:
         """Returns the parameters at the versions that a worker read, one version per shard, in the model's order."""
-        found: Flat = {}
+        params: Flat = {}
         for shard, version in enumerate(push.versions):
-            found |= self._held[shard, version]
+            params |= self._held[shard, version]
             self._readers[shard, version] -= 1
             self._forget(shard, version)
-        return [found[path] for path in self.order]
+        return [params[path] for path in self.order]
 
     def update(self, update: Update, gradients: Sequence[_Gradient]) -> None:
         """Updates one shard with the mean of gradients, weighted by their token counts."""
         shard, paths = update.shard, self.paths[update.shard]
-        tokens = sum(each.count for each in gradients)
-        shares = [jnp.float32(each.count / tokens if tokens else 0.0) for each in gradients]
-        mean = _weighted_sum(shares, [{path: each.of[path] for path in paths} for each in gradients])
-        before = self._newest[shard]
-        after, self._optimizer[shard] = self._apply(self._held[shard, before], self._optimizer[shard], mean)
-        self._newest[shard], self._held[shard, before + 1] = before + 1, after
-        self._forget(shard, before)
+        tokens = sum(gradient.count for gradient in gradients)
+        shares = [jnp.float32(gradient.count / tokens if tokens else 0.0) for gradient in gradients]
+        mean = _weighted_sum(shares, [{path: gradient.arrays[path] for path in paths} for gradient in gradients])
+        version = self._newest[shard]
+        params, self._optimizer[shard] = self._apply(self._held[shard, version], self._optimizer[shard], mean)
+        self._newest[shard], self._held[shard, version + 1] = version + 1, params
+        self._forget(shard, version)
 
     def newest(self) -> list[jax.Array]:
         """Returns the newest parameters of all shards, in the model's order."""
-        found: Flat = {}
+        params: Flat = {}
         for shard, version in enumerate(self._newest):
-            found |= self._held[shard, version]
-        return [found[path] for path in self.order]
+            params |= self._held[shard, version]
+        return [params[path] for path in self.order]
 
     def _forget(self, shard: int, version: int) -> None:
         if version < self._newest[shard] and self._readers[shard, version] <= 0:
@@ -160,13 +166,13 @@ def split_by_size(sizes: Mapping[str, int], shards: int) -> list[list[str]]:
     >>> split_by_size({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
     """
-    found: list[list[str]] = [[] for _ in range(shards)]
+    paths: list[list[str]] = [[] for _ in range(shards)]
     filled = [0] * shards
     for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
         shard = filled.index(min(filled))
-        found[shard].append(path)
+        paths[shard].append(path)
         filled[shard] += sizes[path]
-    return found
+    return paths
 
 
 @jax.jit
@@ -192,7 +198,7 @@ def run_elastic(
     table: Sequence[LocalStep],
     alpha: float,
     examples: Callable[[int], Mapping[str, Any]],
-    told: Callable[[LocalStep, float], None],
+    report: Callable[[LocalStep, float], None],
     *,
     seed: int = 0,
 ) -> State:
@@ -203,7 +209,7 @@ def run_elastic(
       table: Local steps in the order in which they begin.
       alpha: Fraction of their difference by which the worker and the center each move at a sync.
       examples: Returns the batch of a share, given its number.
-      told: Called after every local step with its mean loss.
+      report: Called after every local step with its mean loss.
       seed: Seed of the initial parameters.
 
     Raises:
@@ -211,7 +217,7 @@ def run_elastic(
     """
     rule = "here each worker has its own optimizer state, and the center's parameters are evaluated"
     state = _first_state(step, seed, rule)
-    names = sorted({each.worker for each in table})
+    names = sorted({local_step.worker for local_step in table})
     workers = {
         name: replace(
             state, model_state=fold_in_number(state.model_state, jnp.uint32(name)) if names[1:] else state.model_state
@@ -221,24 +227,24 @@ def run_elastic(
     center = state.params
 
     @jax.jit
-    def meet(params: object, center: object) -> tuple[Any, Any]:
-        way = jax.tree.map(lambda x, c: alpha * (x - c), params, center)
-        return jax.tree.map(jnp.subtract, params, way), jax.tree.map(jnp.add, center, way)
+    def synchronize(params: object, center: object) -> tuple[Any, Any]:
+        shift = jax.tree.map(lambda x, c: alpha * (x - c), params, center)
+        return jax.tree.map(jnp.subtract, params, shift), jax.tree.map(jnp.add, center, shift)
 
     @jax.jit
     def update(params: Any, optimizer: Any, gradients: Any) -> tuple[Any, Any]:
         changes, optimizer = step.optimizer.update(gradients, optimizer, params)
         return optax.apply_updates(params, changes), optimizer  # pyright: ignore[reportReturnType]
 
-    for each in table:
-        state = workers[each.worker]
-        tree, sums, model_state = step.compute_gradients(state.params, state.model_state, examples(each.share))
+    for local_step in table:
+        state = workers[local_step.worker]
+        tree, sums, model_state = step.compute_gradients(state.params, state.model_state, examples(local_step.share))
         total, count = sums["loss"]
         params = state.params
-        if each.meets:
-            params, center = meet(params, center)
+        if local_step.meets:
+            params, center = synchronize(params, center)
         params, optimizer = update(params, state.optimizer, tree)
         state = replace(state, params=params, optimizer=optimizer, model_state=model_state)
-        workers[each.worker] = state
-        told(each, float(total) / max(float(count), 1e-30))
+        workers[local_step.worker] = state
+        report(local_step, float(total) / max(float(count), 1e-30))
     return replace(state, params=center)

@@ -37,7 +37,7 @@ def few_runs(monkeypatch):
 
 
 def measured(settings=SETTINGS, **numerics):
-    return bench.measure(partial(jp.Decoder, settings), jp.next_token_loss, BATCH, Numerics(**numerics), said="here")
+    return bench.measure(partial(jp.Decoder, settings), jp.next_token_loss, BATCH, Numerics(**numerics), note="here")
 
 
 @pytest.fixture(scope="module")

@@ -83,20 +83,20 @@ class PreferenceCorpus(RowCorpus):
             )
         if not answer:
             raise refuse(f"{where}: {column} has no message after the prompt", rule=RULE, fix="leave the row out")
-        whole = conversation([*prompt, *answer], tools, column=column, where=where)
-        learned = tuple(on and index >= len(prompt) for index, on in enumerate(whole.learned))
+        messages = conversation([*prompt, *answer], tools, column=column, where=where)
+        learned = tuple(on and index >= len(prompt) for index, on in enumerate(messages.learned))
         if not any(learned):
             raise refuse(
                 f"{where}: {column} has no message of an assistant after the prompt", rule=RULE, fix="leave the row out"
             )
-        return self.load_chat().render_conversation(replace(whole, learned=learned), where)
+        return self.load_chat().render_conversation(replace(messages, learned=learned), where)
 
 
 def _common_beginning(chosen: list, rejected: list) -> int:
     """Returns the number of equal messages at the beginning of two conversations."""
     count = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
+    for first, second in zip(chosen, rejected, strict=False):
+        if first != second:
             break
         count += 1
     return count

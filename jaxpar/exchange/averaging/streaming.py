@@ -151,59 +151,63 @@ class Streaming(OuterOptimizer):
         """Returns one all-reduce per fragment, or the traffic of its code."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
-        traffic_of = CODES[self.wire].traffic if self.wire in CODES else mean_traffic
+        predict = CODES[self.wire].traffic if self.wire in CODES else mean_traffic
         several = len(shards) > 1  # a plan passes all parameters as one array
         all_fragments = fragments(shards, self.fragments, self.order) if several else [dict.fromkeys(shards, ALL)]
         traffic = []
         for number, fragment in enumerate(all_fragments):
             shards_in = {path: share(shards[path], layers) for path, layers in fragment.items()}
             traffic += [
-                replace(sent, sync_round=number + 1, every=self.every) for sent in traffic_of(shards_in, replicas)
+                replace(message, sync_round=number + 1, every=self.every) for message in predict(shards_in, replicas)
             ]
         return tuple(traffic)
 
     def _select_fragment(
-        self, replicas: Replicas, between: "ReplicaMesh", meeting: int
+        self, replicas: Replicas, between: "ReplicaMesh", sync_round: int
     ) -> tuple[Tree, int, Fragment, "ReplicaMesh"]:
         """Returns parameters by path, the number and layers of a sync round's fragment, and `between` by path."""
         flat, structure = flatten_by_path(replicas.params)
         between = between.with_specs(dict(zip(flat, structure.flatten_up_to(between.specs), strict=True)))
-        number = _fragment_number(self, (meeting - 1) % self.every)
+        number = _fragment_number(self, (sync_round - 1) % self.every)
         if number is None:
             rule = "a fragment departs in a sync round that sends one"
-            raise refuse(f"sync round {meeting} of {self}", rule=rule, fix="the number of a sync round that sends one")
+            raise refuse(
+                f"sync round {sync_round} of {self}", rule=rule, fix="the number of a sync round that sends one"
+            )
         return flat, number, fragments(between.parts, self.fragments, self.order)[number], between
 
-    def _mean(self, fragment: Fragment, params: Tree, own: Tree, between: "ReplicaMesh") -> tuple[Tree, Tree]:
+    def _mean(self, fragment: Fragment, params: Tree, state: Tree, between: "ReplicaMesh") -> tuple[Tree, Tree]:
         """Returns the decoded mean of a fragment over replicas, and the new state of the code."""
         import jax
         import jax.numpy as jnp
 
         local = take(params, fragment, dim=1)
         if self.wire not in CODES:
-            return between.mean(local), own["code"]
-        anchor = take(own["anchor"], fragment)
+            return between.mean(local), state["code"]
+        anchor = take(state["anchor"], fragment)
         changes = jax.tree.map(jnp.subtract, between.spread(anchor), local)
-        mean_change, code = CODES[self.wire].gradients(changes, own["code"], between)
+        mean_change, code = CODES[self.wire].gradients(changes, state["code"], between)
         return jax.tree.map(jnp.subtract, anchor, mean_change), code
 
     def _apply(
-        self, number: int, fragment: Fragment, params: Tree, own: Tree, between: "ReplicaMesh"
+        self, number: int, fragment: Fragment, params: Tree, state: Tree, between: "ReplicaMesh"
     ) -> tuple[Tree, Tree]:
         """Applies the outer optimizer's step on a fragment; returns the parameters and the exchange's state."""
         import jax
 
-        covers = _is_per_parameter(own["anchor"])
-        opt_state = jax.tree.map(lambda x: take(x, fragment) if covers(x) else x[number], own["outer"], is_leaf=covers)
+        covers = _is_per_parameter(state["anchor"])
+        opt_state = jax.tree.map(
+            lambda x: take(x, fragment) if covers(x) else x[number], state["outer"], is_leaf=covers
+        )
         anchor, opt_state = outer_step(
-            self.chain, take(own["anchor"], fragment), take(own["sent"], fragment), opt_state
+            self.chain, take(state["anchor"], fragment), take(state["sent"], fragment), opt_state
         )
         put_back = lambda x, y: put(x, fragment, y) if covers(x) else x.at[number].set(y)  # noqa: E731
-        outer = jax.tree.map(put_back, own["outer"], opt_state, is_leaf=covers)
+        outer = jax.tree.map(put_back, state["outer"], opt_state, is_leaf=covers)
         spread = _mesh_of_fragment(between, fragment).spread(anchor)
         blend = jax.tree.map(lambda w, a: self.blend * w + (1 - self.blend) * a, take(params, fragment, dim=1), spread)
         return put(params, fragment, blend, dim=1), {
-            **own, "anchor": put(own["anchor"], fragment, anchor), "outer": outer,
+            **state, "anchor": put(state["anchor"], fragment, anchor), "outer": outer,
         }  # fmt: skip
 
 

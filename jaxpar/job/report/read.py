@@ -218,7 +218,7 @@ def read(folder: Path) -> RunContents:
     )  # fmt: skip
 
 
-def classify_event(said: str) -> str:
+def classify_event(message: str) -> str:
     """Classifies an event by its message."""
     kinds = (
         ("fault", r"skipped|rolled? ?back|roll back|damaged|nan\b|spike|stopped|killed|lock is broken"),
@@ -226,7 +226,7 @@ def classify_event(said: str) -> str:
         ("start", r", on from step|^on from step| on .*devices|parameters, "),
         ("checkpoint", r"checkpoint|saved|restored"),
     )
-    return next((kind for kind, words in kinds if re.search(words, said)), "said")
+    return next((kind for kind, words in kinds if re.search(words, message)), "said")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

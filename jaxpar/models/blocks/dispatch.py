@@ -67,19 +67,19 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
       sharing: Number of consecutive experts that share a buffer.
     """
     tokens, buffers = choices.shape[0], experts // sharing
-    end, wanted, used = buffers * capacity, choices[:, :per_token], jnp.zeros(buffers, jnp.int32)
-    position, counts = _queue(wanted.T.reshape(-1) // sharing, used, capacity)
-    position, used = position.reshape(per_token, tokens).T, jnp.minimum(counts, capacity)
-    kept = position < capacity
-    slots = jnp.where(kept, wanted // sharing * capacity + position, end)
-    expert = jnp.where(kept, wanted, experts)
-    asks = (wanted >= 0) & (wanted < experts)
+    end, first_choices, occupied = buffers * capacity, choices[:, :per_token], jnp.zeros(buffers, jnp.int32)
+    position, counts = _queue(first_choices.T.reshape(-1) // sharing, occupied, capacity)
+    position, occupied = position.reshape(per_token, tokens).T, jnp.minimum(counts, capacity)
+    fits_first = position < capacity
+    slots = jnp.where(fits_first, first_choices // sharing * capacity + position, end)
+    expert = jnp.where(fits_first, first_choices, experts)
+    asks = (first_choices >= 0) & (first_choices < experts)
     for number in range(per_token, choices.shape[1]):
         open_choices = asks & (slots == end)
         first = jnp.argmax(open_choices, axis=1)
         requests = jnp.where(jnp.any(open_choices, axis=1), choices[:, number], experts)
-        position, more = _queue(requests // sharing, used, capacity)
-        used = jnp.minimum(used + more, capacity)
+        position, added = _queue(requests // sharing, occupied, capacity)
+        occupied = jnp.minimum(occupied + added, capacity)
         fits = (jnp.arange(per_token) == first[:, None]) & open_choices & (position < capacity)[:, None]
         slots = jnp.where(fits, (requests // sharing * capacity + position)[:, None], slots)
         expert = jnp.where(fits, requests[:, None], expert)
@@ -90,30 +90,32 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     if sharing == 1:  # the queue has counted them
         sent, kept_counts = counts, jnp.minimum(counts, capacity)
     else:
-        sent, kept_counts = (_count(chosen, experts) for chosen in (wanted, jnp.where(kept, wanted, experts)))
+        sent, kept_counts = (
+            _count(computed, experts) for computed in (first_choices, jnp.where(fits_first, first_choices, experts))
+        )
     spilled = jnp.zeros_like(sent)
     if choices.shape[1] > per_token:
-        spilled = _count(jnp.where((slots < end) & ~kept, wanted, experts), experts)
+        spilled = _count(jnp.where((slots < end) & ~fits_first, first_choices, experts), experts)
     load = Load(sent, kept_counts, spilled, sent - kept_counts - spilled)
     return Slots(slots, choice, expert, place, load)
 
 
-def _queue(requests: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+def _queue(requests: jax.Array, occupied: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     """Returns the place of each request in its buffer's queue, and the number of requests of each buffer."""
-    buffers = used.shape[0]
+    buffers = occupied.shape[0]
     requests = jnp.where((requests >= 0) & (requests < buffers), requests, buffers)
     # a stable sort keeps the order of the requests within a buffer
     rank = jnp.argsort(jnp.argsort(requests, stable=True))
     counts = _count(requests, buffers)
-    start = jnp.cumsum(counts) - counts - used
+    start = jnp.cumsum(counts) - counts - occupied
     request_start = jnp.sum(jnp.where(requests[:, None] == jnp.arange(buffers), start, 0), axis=1)
     position = jnp.where(requests < buffers, rank - request_start, capacity)
     return position, counts
 
 
-def _count(chosen: jax.Array, experts: int) -> jax.Array:
+def _count(choices: jax.Array, experts: int) -> jax.Array:
     """Returns the number of choices of each expert. Shape [experts], int32."""
-    return jnp.sum(chosen.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    return jnp.sum(choices.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.int32)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ AGREEING = "agreeing on the"  # prefix of the activity of a process that waits f
 ON = "the same command goes on from the newest checkpoint; jaxpar launch does so by itself"
 
 
-def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
+def judge(me: int, digest: Digest, *, limit: float) -> Problem | None:
     """Returns the problem with a process of the run, or None.
 
     A process is lost if it has been silent for more than `limit`. It is late if all processes ahead of it have waited
@@ -25,27 +25,27 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
 
     Args:
       me: The calling process, whose own failure is not reported.
-      known: The digest of all processes.
+      digest: The digest of all processes.
       limit: Seconds.
     """
     # failures first: they have a reason, and silence and lateness are their consequences
-    if known.failed and known.failed[0] != me:
-        return Problem(known.failed[1], "all processes of a run train until its end", ON)
-    if known.silent and known.silent[0] > limit:
-        seconds, name, activity = known.silent
+    if digest.failed and digest.failed[0] != me:
+        return Problem(digest.failed[1], "all processes of a run train until its end", ON)
+    if digest.silent and digest.silent[0] > limit:
+        seconds, name, activity = digest.silent
         return Problem(
             f"{name} has given no sign of life for {seconds:.0f} s; it was {activity}",
             f"a process that is gone or stopped ends the run after {limit:g} s",
             ON,
         )
-    late, ahead = known.late, known.ahead
+    late, ahead = digest.late, digest.ahead
     # a process is late only if the others have waited for longer than the limit, and it takes longer than allowed: a
     # compilation of an hour is not late while all others still compile
     if (
         late is None
         or ahead is None
         or ahead.stuck <= limit
-        or late.stuck <= allowed_seconds(late.doing, known, limit=limit)
+        or late.stuck <= allowed_seconds(late.doing, digest, limit=limit)
     ):
         return None
     return Problem(
@@ -56,22 +56,22 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
     )
 
 
-def allowed_seconds(doing: str, known: Digest, *, limit: float) -> float:
+def allowed_seconds(doing: str, digest: Digest, *, limit: float) -> float:
     """Returns the seconds that a process may take for an activity while others wait for it.
 
     These are `limit`, or ten times `limit` for an activity that may be slow on one host only (e.g. a compilation that
     the other hosts have in their cache), plus twice the longest time that any process has needed for it so far.
     """
-    needed = 0.0 if doing in TOGETHER else known.longest.get(doing, 0.0)
+    needed = 0.0 if doing in TOGETHER else digest.longest.get(doing, 0.0)
     return limit * (SLOW if doing in PATIENT else 1) + 2 * needed
 
 
-def next_activity(mine: Heartbeat, seconds: float, **changes: Any) -> Heartbeat:
+def next_activity(heartbeat: Heartbeat, seconds: float, **changes: Any) -> Heartbeat:
     """Returns the heartbeat of a process that begins its next activity, with the duration of the last one."""
-    longest = mine.longest
-    if mine.doing not in TOGETHER and not mine.doing.startswith(AGREEING):
-        longest = {**longest, mine.doing: max(seconds, longest.get(mine.doing, 0.0))}
-    return replace(mine, place=mine.place + 1, longest=longest, **changes)
+    longest = heartbeat.longest
+    if heartbeat.doing not in TOGETHER and not heartbeat.doing.startswith(AGREEING):
+        longest = {**longest, heartbeat.doing: max(seconds, longest.get(heartbeat.doing, 0.0))}
+    return replace(heartbeat, place=heartbeat.place + 1, longest=longest, **changes)
 
 
 # Facts: values that must be equal on all processes. If they are not, an error shows the difference.
@@ -82,9 +82,9 @@ def hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def is_agreed(known: Digest, index: int, count: int) -> bool:
+def is_agreed(digest: Digest, index: int, count: int) -> bool:
     """Returns whether all processes have stated this fact, with the same value."""
-    stated = known.fact_counts(index)
+    stated = digest.fact_counts(index)
     return len(stated) == 1 and sum(n for n, _ in stated.values()) == count
 
 
@@ -98,14 +98,17 @@ def disagreement(what: str, stated: Mapping[str, tuple[int, tuple[int, ...]]], f
     """
     # the most frequent value counts as right; at a tie, the value of the lowest process
     common = max(stated, key=lambda value: (stated[value][0], -min(stated[value][1])))
-    odd = [process for value, (_, first) in stated.items() if value != common for process in first]
+    deviating = [process for value, (_, first) in stated.items() if value != common for process in first]
     number = sum(count for value, (count, _) in stated.items() if value != common)
-    names = ", ".join((files.read(process) or unknown(process)).name for process in sorted(odd))
-    more = f" and {number - len(odd)} more" if number > len(odd) else ""
+    names = ", ".join((files.read(process) or unknown(process)).name for process in sorted(deviating))
+    more = f" and {number - len(deviating)} more" if number > len(deviating) else ""
     lines = [
         line
         for line in difflib.unified_diff(
-            files.read_fact(stated[common][1][0]).splitlines(), files.read_fact(min(odd)).splitlines(), lineterm="", n=0
+            files.read_fact(stated[common][1][0]).splitlines(),
+            files.read_fact(min(deviating)).splitlines(),
+            lineterm="",
+            n=0,
         )
         if line[:1] in "+-" and line[:3] not in ("+++", "---")
     ]
@@ -132,38 +135,38 @@ def disagreement(what: str, stated: Mapping[str, tuple[int, tuple[int, ...]]], f
 # arrive.
 
 
-def promise(mine: Heartbeat, first: Heartbeat, reached: int) -> Heartbeat:
+def promise(heartbeat: Heartbeat, first: Heartbeat, reached: int) -> Heartbeat:
     """Returns this process's heartbeat, with the step that it promises not to pass once process 0 asks to hold.
 
     Args:
-      mine: The heartbeat of this process.
+      heartbeat: The heartbeat of this process.
       first: The heartbeat of process 0.
       reached: The last step after which this process has checked for a stop.
     """
     # not `reached` itself: the training is already in the step after it, which it cannot leave before its end
-    return replace(mine, hold=reached + 1) if first.stop and not mine.hold else mine
+    return replace(heartbeat, hold=reached + 1) if first.stop and not heartbeat.hold else heartbeat
 
 
-def decide(first: Heartbeat, known: Digest, count: int) -> Heartbeat:
+def decide(first: Heartbeat, digest: Digest, count: int) -> Heartbeat:
     """Returns the heartbeat of process 0: adds a signal that any process got, the last step, facts that all agree on.
 
     Args:
       first: The heartbeat of process 0.
-      known: The digest of all processes, including process 0.
+      digest: The digest of all processes, including process 0.
       count: Number of processes.
     """
-    agreed = first.agreed + is_agreed(known, first.agreed + 1, count)
-    if known.stop and not first.stop:
-        return replace(first, stop=known.stop, agreed=agreed)
+    agreed = first.agreed + is_agreed(digest, first.agreed + 1, count)
+    if digest.stop and not first.stop:
+        return replace(first, stop=digest.stop, agreed=agreed)
     # the highest promise: no process has passed its own promise, so all can still stop here
-    if first.stop and not first.stop_at and known.holding == count:
-        return replace(first, stop_at=known.hold, agreed=agreed)
+    if first.stop and not first.stop_at and digest.holding == count:
+        return replace(first, stop_at=digest.hold, agreed=agreed)
     return replace(first, agreed=agreed)
 
 
-def holds(mine: Heartbeat, first: Heartbeat, step: int) -> bool:
+def holds(heartbeat: Heartbeat, first: Heartbeat, step: int) -> bool:
     """Returns whether a process must wait after this step until process 0 names the last step."""
-    return 0 < mine.hold <= step and not first.stop_at and not first.ended
+    return 0 < heartbeat.hold <= step and not first.stop_at and not first.ended
 
 
 def stops(first: Heartbeat, step: int) -> str | None:

@@ -76,15 +76,15 @@ class Digest:
     hold: int = 0
 
     @classmethod
-    def parse(cls, said: Mapping[str, Any]) -> "Digest":
+    def parse(cls, fields: Mapping[str, Any]) -> "Digest":
         """Builds a digest from a decoded JSON object."""
         groups = {
-            name: None if said[name] is None else ProcessGroup(**said[name] | {"names": tuple(said[name]["names"])})
-            for name in ("late", "ahead")
+            name: group and ProcessGroup(**group | {"names": tuple(group["names"])})
+            for name, group in ((name, fields[name]) for name in ("late", "ahead"))
         }
-        facts = {value: (count, tuple(first)) for value, (count, first) in said["facts"].items()}
-        ends = {name: None if said[name] is None else tuple(said[name]) for name in ("failed", "silent")}
-        return cls(**{**said, **groups, **ends, "facts": facts})
+        facts = {value: (count, tuple(first)) for value, (count, first) in fields["facts"].items()}
+        ends = {name: None if fields[name] is None else tuple(fields[name]) for name in ("failed", "silent")}
+        return cls(**{**fields, **groups, **ends, "facts": facts})
 
     def __add__(self, other: "Digest") -> "Digest":
         late, ahead = _late_and_ahead(self, other)
@@ -103,20 +103,22 @@ class Digest:
 
     def fact_counts(self, index: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Maps the hash of each value of a fact to the number of processes that stated it, and the first of them."""
-        return {value.partition(":")[2]: found for value, found in self.facts.items() if value.startswith(f"{index}:")}
+        return {
+            value.partition(":")[2]: counts for value, counts in self.facts.items() if value.startswith(f"{index}:")
+        }
 
 
 def merge(digests: Iterable[Digest]) -> Digest:
     """Returns the sum of digests."""
-    each = iter(digests)
-    return reduce(Digest.__add__, each, next(each, Digest()))
+    iterator = iter(digests)
+    return reduce(Digest.__add__, iterator, next(iterator, Digest()))
 
 
 def _late_and_ahead(one: Digest, other: Digest) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Returns the processes of both digests that are at the lowest place, and the processes ahead of them."""
     if one.late is None or other.late is None:
-        known = other if one.late is None else one
-        return known.late, known.ahead
+        nonempty = other if one.late is None else one
+        return nonempty.late, nonempty.ahead
     if one.late.place == other.late.place:
         return one.late + other.late, _union(one.ahead, other.ahead)
     if one.late.place < other.late.place:
@@ -139,14 +141,16 @@ def _maxima(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str
 def _count_values(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """Counts the processes per stated value; rare values are counted together."""
     # if every process stated its own value (by mistake, e.g. a PRNG seed), digests would grow with the process count
-    both = dict(one)
+    merged = dict(one)
     for value, (count, first) in other.items():
-        before = both.get(value, (0, ()))
-        both[value] = (before[0] + count, (before[1] + tuple(first))[:NAMES])
-    for index in {value.partition(":")[0] for value in both}:
-        ranked = sorted((value for value in both if value.startswith(f"{index}:")), key=lambda value: -both[value][0])
+        previous = merged.get(value, (0, ()))
+        merged[value] = (previous[0] + count, (previous[1] + tuple(first))[:NAMES])
+    for index in {value.partition(":")[0] for value in merged}:
+        ranked = sorted(
+            (value for value in merged if value.startswith(f"{index}:")), key=lambda value: -merged[value][0]
+        )
         for value in ranked[VALUES:]:
-            count, first = both.pop(value)
-            rest = both.get(f"{index}:others", (0, ()))
-            both[f"{index}:others"] = (rest[0] + count, (rest[1] + first)[:NAMES])
-    return both
+            count, first = merged.pop(value)
+            others = merged.get(f"{index}:others", (0, ()))
+            merged[f"{index}:others"] = (others[0] + count, (others[1] + first)[:NAMES])
+    return merged
