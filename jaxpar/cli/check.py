@@ -131,11 +131,11 @@ def _messages(job: "Job", layout: "Layout") -> list[str]:
 
 def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
     """Returns the schedule's costs and a sentence on them; `again`: whether a backward recomputes its forward."""
+    from jaxpar.pipeline.draw.draw_schedule import count_noun, describe_cut
     from jaxpar.pipeline.draw.notebook import row
-    from jaxpar.pipeline.draw.schedule import count_noun, describe_cut
     from jaxpar.pipeline.draw.svg import printable
     from jaxpar.pipeline.run.asynchronous import plan_versions
-    from jaxpar.pipeline.run.program import program
+    from jaxpar.pipeline.run.tick_program import program
     from jaxpar.pipeline.tables.price import OpTimes, price
 
     schedule, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights

@@ -68,29 +68,29 @@ def add(verbs) -> None:
 def ls(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per checkpoint of a run."""
     from jaxpar.buckets import pull_folder
-    from jaxpar.checkpoint import report
+    from jaxpar.checkpoint import checkpoint_tables
 
-    rows = report.ls(pull_folder(args.where))
-    print(report.table(rows) if rows else f"no checkpoint in {args.where}")
+    rows = checkpoint_tables.ls(pull_folder(args.where))
+    print(checkpoint_tables.table(rows) if rows else f"no checkpoint in {args.where}")
     return rows, 0
 
 
 def show(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per array of a checkpoint: shape, dtype, bytes."""
     from jaxpar.buckets import pull_folder
-    from jaxpar.checkpoint import report
+    from jaxpar.checkpoint import checkpoint_tables
 
-    contents = report.show(pull_folder(args.where), args.step)
-    print(contents["path"], report.arrays_table(contents["arrays"]), sep="\n")
+    contents = checkpoint_tables.show(pull_folder(args.where), args.step)
+    print(contents["path"], checkpoint_tables.arrays_table(contents["arrays"]), sep="\n")
     return contents, 0
 
 
 def verify(args: argparse.Namespace) -> tuple[Any, int]:
     """Reads every byte of the checkpoints and prints the damaged files."""
     from jaxpar.buckets import pull_folder
-    from jaxpar.checkpoint import report
+    from jaxpar.checkpoint import checkpoint_tables
 
-    rows = report.verify(pull_folder(args.where), args.step, all_of_them=args.all)
+    rows = checkpoint_tables.verify(pull_folder(args.where), args.step, all_of_them=args.all)
     for row in rows:
         print(f"{row['path']}: {'damaged' if row['wrong'] else 'good'}")
         for each in row["wrong"]:
@@ -124,9 +124,9 @@ def export(args: argparse.Namespace) -> tuple[Any, int]:
 
     if args.format == "jaxpar":  # imports no jax
         from jaxpar.buckets import pull_folder
-        from jaxpar.checkpoint import report
+        from jaxpar.checkpoint import checkpoint_tables
 
-        summary = report.export(pull_folder(args.where), args.step, args.to)
+        summary = checkpoint_tables.export(pull_folder(args.where), args.step, args.to)
     else:
         from jaxpar.buckets import pull_folder
         from jaxpar.job import checkpoint

@@ -166,7 +166,7 @@ def _write_files(args: argparse.Namespace, schedule: "Schedule", times: "OpTimes
     from pathlib import Path
 
     from jaxpar.errors import refuse
-    from jaxpar.pipeline.draw.schedule import svg
+    from jaxpar.pipeline.draw.draw_schedule import svg
     from jaxpar.pipeline.tables.csv import to_csv
 
     for option, path in (("csv", args.csv), ("svg", args.svg)):
@@ -183,7 +183,7 @@ def _write_files(args: argparse.Namespace, schedule: "Schedule", times: "OpTimes
 
 def _format_schedule(schedule: "Schedule", cost: "Price", times: str) -> str:
     """Returns the table with its title and cost, coloured and wrapped if stdout is a terminal."""
-    from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, legend, terminal
+    from jaxpar.pipeline.draw.draw_schedule import count_noun, describe_cut, legend, terminal
     from jaxpar.pipeline.draw.svg import printable
 
     screen = sys.stdout.isatty()

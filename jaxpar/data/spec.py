@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.data.images.config import ImageConfig
+from jaxpar.data.images.image_config import ImageConfig
 from jaxpar.data.tokenizers.tokenizer_facts import context_length, read_tokenizer
 from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, refuse, suggest
 

@@ -26,7 +26,7 @@ from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import find_flags, find_scores
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
-from jaxpar.inspector.pages import terminal
+from jaxpar.inspector.pages import report_text
 from jaxpar.inspector.subject import Subject, from_function, step_subject
 from jaxpar.inspector.timeline import LINE, replay
 from jaxpar.mesh.chips import Chip, find_chip
@@ -46,7 +46,7 @@ class Report(ReportFacts):
         )
 
     def __str__(self) -> str:
-        return terminal.page(self)
+        return report_text.page(self)
 
     def _repr_html_(self) -> str:
         return pages.fragment(self)

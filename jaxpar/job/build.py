@@ -21,7 +21,7 @@ from jaxpar.job.parts.measures import resolve_measures
 from jaxpar.job.parts.names import vocabulary
 from jaxpar.job.parts.optimizers import custom_functions
 from jaxpar.mesh.devices import simulate, visible_devices
-from jaxpar.optim import chain
+from jaxpar.optim import optax_chain
 from jaxpar.optim.step_inputs import rate_follows_steps
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.step import Step
@@ -104,9 +104,11 @@ def _has_known_rates(job: Job, step: Step) -> bool:
     return not job.sweep.over and (job.optimizer.is_plain or rate_follows_steps(step.abstract().optimizer))
 
 
-def rates(spec: chain.Optimizer, steps: int, *, own: chain.UserFunctions = chain.NONE) -> Callable[[int], float]:
+def rates(
+    spec: optax_chain.Optimizer, steps: int, *, own: optax_chain.UserFunctions = optax_chain.NONE
+) -> Callable[[int], float]:
     """Returns a function that maps a step (from 0) to its learning rate, computed in cached blocks of `BLOCK` steps."""
-    schedule = jax.vmap(chain.schedule(spec, steps, user_functions=own))
+    schedule = jax.vmap(optax_chain.schedule(spec, steps, user_functions=own))
 
     @lru_cache(maxsize=2)
     def block(number: int) -> np.ndarray:

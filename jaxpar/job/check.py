@@ -42,7 +42,7 @@ from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
-from jaxpar.parallel.specs import abstract_params
+from jaxpar.parallel.state_specs import abstract_params
 from jaxpar.parallel.techniques.all_techniques import ModelUse, declaration_problems, tracing
 from jaxpar.parallel.techniques.base import AttentionCall, AttentionChoice
 from jaxpar.plan.techniques.auto_context import choose_form

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.buckets import is_address
-from jaxpar.checkpoint import array_files, listing, manifest, reading, report, saved_replicas, start_from
+from jaxpar.checkpoint import array_files, checkpoint_tables, listing, manifest, reading, saved_replicas, start_from
 from jaxpar.checkpoint.differences import Difference, differences, problems
 from jaxpar.checkpoint.manifest import Manifest, SavedArray
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
@@ -55,7 +55,7 @@ def export_orbax(where: Path, step: int | None, to: Path) -> dict[str, Any]:
 
 
 FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {
-    "jaxpar": report.export,
+    "jaxpar": checkpoint_tables.export,
     "safetensors": run_weights.export_checkpoint,
     "orbax": export_orbax,
 }

@@ -17,11 +17,11 @@ from jaxpar.job.check import check
 from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.measure.layers import layers
+from jaxpar.measure.layer_times import layers
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import FOUND, Pipeline
 from jaxpar.partition.chain import dumps
-from jaxpar.partition.stages import PartitionStage
+from jaxpar.partition.replicated_stages import PartitionStage
 from jaxpar.sharding.names import Compute, leaves_by_path
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces

@@ -11,8 +11,8 @@ Links: the latency and bandwidth that collectives reach.
 All groups of a size run at the same time, as on a mesh axis. A repeat is a collective and a kernel that passes one
 element to the next collective, so the time to start a kernel is part of `launch`.
 
-`plan/machine/fit.py` has the formulas that are fitted. Not yet run on GPUs, only compiled for H100s; the parts are
-tested on simulated devices.
+`plan/machine/fit_hardware.py` has the formulas that are fitted. Not yet run on GPUs, only compiled for H100s; the parts
+are tested on simulated devices.
 """
 
 import math
@@ -32,7 +32,7 @@ from jaxpar.errors import refuse
 from jaxpar.measure.record import Destination, measured_devices, once, today, where
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.devices import describe
-from jaxpar.plan.machine.fit import KINDS, LinkFit, Timing, fit_gemm, fit_link
+from jaxpar.plan.machine.fit_hardware import KINDS, LinkFit, Timing, fit_gemm, fit_link
 from jaxpar.units import show_bytes, show_seconds
 
 SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)  # 0.27 GFLOP to 3.7 TFLOP

@@ -6,7 +6,7 @@
     segments=, positions= of a call         documents packed into one row                blocks/attention_mask.py
     pipelined(layers, x)                    marks where a pipeline splits the model      stack.py
     remat = "none" as an attribute          the residuals of each layer                  remat.py
-    hidden, head_name of a model            a loss that never holds all logits           ../step/head/model_protocol.py
+    hidden, head_name of a model            a loss that never holds all logits           ../step/head/head_protocol.py
     cache, decode                           generates token by token with a KV cache     cache.py
     low_rank_sum(w, a, b)                   a matrix plus its LoRA adapter               low_rank.py
     outputs of a model to its loss          float32, whatever it computes in             output_dtype.py

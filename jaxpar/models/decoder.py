@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
 
     @property
     def head_name(self) -> str | None:
-        """The parameter that maps hidden states to logits: see `jaxpar.step.head.model_protocol`.
+        """The parameter that maps hidden states to logits: see `jaxpar.step.head.head_protocol`.
 
         None with a softcap or a bias, which a loss of hidden states and a matrix alone does not know.
         """

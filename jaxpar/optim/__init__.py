@@ -7,12 +7,12 @@ are matrices.
 
 `optax_lookup` looks up other optimizers and schedules of optax, and tries them on shapes.
 
-Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `Growth` (batches that grow).
+Nouns: `Optimizer` (settings, from which `optax_chain` builds the chain), `Growth` (batches that grow).
 """
 
 from importlib import import_module
 
-_HOMES = {"Optimizer": "optimizer", "build": "chain"}
+_HOMES = {"Optimizer": "optimizer", "build": "optax_chain"}
 __all__ = [*_HOMES]  # the settings of a job's [optimizer], and the function that builds optax's  # pyright: ignore
 
 

@@ -20,8 +20,8 @@ from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.declaration import HELD, LEAST, PHASED, UNNAMED, Parallel
 from jaxpar.parallel.layout import Layout, Placement, with_note
+from jaxpar.sharding.infer_stacks import Lists
 from jaxpar.sharding.names import Blueprint, Compute, Tree, Use, leaves_by_path, nest, shard_bytes
-from jaxpar.sharding.stacks import Lists
 from jaxpar.units import show_bytes
 
 Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]

@@ -13,9 +13,9 @@ from jaxpar.mesh.collective import ShardShape, Traffic
 from jaxpar.models.settings.computing import Logits
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.placement import Placement, unsplit_note
+from jaxpar.sharding.infer_stacks import Lists
 from jaxpar.sharding.names import Blueprint, shard_shape
 from jaxpar.sharding.rules import Axes
-from jaxpar.sharding.stacks import Lists
 from jaxpar.units import show_bytes, show_count
 
 MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an ensemble's members

@@ -12,15 +12,15 @@ from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
-from jaxpar.parallel.specs import add_axes, add_zero_and_axes, remove_axis
+from jaxpar.parallel.state_specs import add_axes, add_zero_and_axes, remove_axis
 from jaxpar.parallel.techniques.all_techniques import all_dim_names, idle_problems
 from jaxpar.sharding.adapters import adapter_choice, find_base
 from jaxpar.sharding.author.rules_in_force import with_author_rules
 from jaxpar.sharding.infer_names.from_words import InferredDims
 from jaxpar.sharding.infer_names.infer_dims import infer_dims
+from jaxpar.sharding.infer_stacks import Lists, stack_choice, unnamed_layers, unstack_choice, unstack_leaf
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.rules import Axes, AxisChoice, choose_axes, name_stacks, to_spec
-from jaxpar.sharding.stacks import Lists, stack_choice, unnamed_layers, unstack_choice, unstack_leaf
 from jaxpar.units import show_bytes
 
 # axes that split no matrix: with these alone the model's use need not be traced

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxpar.partition.objective import Level, devices
-from jaxpar.partition.stages import Segment
+from jaxpar.partition.replicated_stages import Segment
 
 CLOSE = 1 + 1e-12  # tolerance for sums of the same numbers in another order
 ANY = 0  # any number of stages

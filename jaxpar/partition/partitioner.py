@@ -16,7 +16,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.partition.chain import Chain
 from jaxpar.partition.dynamic_program import CLOSE, Tables
 from jaxpar.partition.objective import Bytes, Level, Objective, Seconds, Topology, devices, levels
-from jaxpar.partition.stages import PartitionStage, Segment, plan_name, price_stages
+from jaxpar.partition.replicated_stages import PartitionStage, Segment, plan_name, price_stages
 from jaxpar.units import show_bytes, show_seconds
 
 HEADINGS = (

@@ -206,6 +206,6 @@ def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part:
         }
 
     (in_use, _), _ = pipe.in_flight(candidate)
-    # idle stages have no free slot once all microbatches are in flight: see `jaxpar.pipeline.run.program`
+    # idle stages have no free slot once all microbatches are in flight: see `jaxpar.pipeline.run.tick_program`
     masked = np.greater_equal(in_use, candidate.microbatches * candidate.chunks) & candidate.schedule_traits.phased
     return per_row(slot_bytes, candidate.microbatch, candidate.remat, masked)

@@ -25,7 +25,7 @@ from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, needed_equations, unwrap
 from jaxpar.optim.optax_lookup import update_with_loss
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import reshard_padded
-from jaxpar.parallel.specs import abstract_params
+from jaxpar.parallel.state_specs import abstract_params
 from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.names import SCOPE, Tree, path_of
 

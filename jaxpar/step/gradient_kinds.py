@@ -95,6 +95,6 @@ def _make_keyless_gradients(layout: Layout, loss: Callable, numerics: Numerics, 
         from jaxpar.step.pipelined.synchronous import Pipelined
 
         return Pipelined(layout, loss, numerics, frozen)
-    from jaxpar.step.pipelined.asynchronous import AsyncPipelined
+    from jaxpar.step.pipelined.asynchronous_updates import AsyncPipelined
 
     return AsyncPipelined(layout, loss, numerics, frozen)

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxpar.jaxprs.dataflow import Traced, needed_equations
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import abstract_params, update_specs
+from jaxpar.parallel.state_specs import abstract_params, update_specs
 from jaxpar.sharding.names import Tree, is_float, shard_counts
 from jaxpar.step.overwritten_state import accumulator_dtype
 

@@ -19,7 +19,7 @@ from jaxpar.errors import user_code_errors
 from jaxpar.optim import step_inputs
 from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import update_specs
+from jaxpar.parallel.state_specs import update_specs
 from jaxpar.sharding.names import Tree
 from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
 from jaxpar.step.gradient_norm import norm as norm_of

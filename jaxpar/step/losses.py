@@ -16,7 +16,7 @@ from jaxpar.models.auxiliary import ModelSums, collect_sums
 from jaxpar.models.output_dtype import keep_output_dtype
 from jaxpar.models.settings.computing import LARGEST, Logits, add_logits
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
-from jaxpar.step.head.model_protocol import Head, has_head, read_head, vocab_size
+from jaxpar.step.head.head_protocol import Head, has_head, read_head, vocab_size
 from jaxpar.step.head.token_sharding import (
     TokenSharding,
     label_mask,
@@ -31,7 +31,7 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, largest: int = LARGEST) -> Sums:
     """Cross entropy of the next token, in nats.
 
-    If a model exposes its hidden state and head (`jaxpar.step.head.model_protocol`), as `jp.Decoder` does, this loss
+    If a model exposes its hidden state and head (`jaxpar.step.head.head_protocol`), as `jp.Decoder` does, this loss
     computes large logits and their gradients one chunk of tokens at a time. Sums and counts are the same; the chunked
     loss has a gradient, but no second derivative and no forward mode. After tracing, `explain` of the step's layout,
     `jaxpar check` and `inspect` name the implementation that runs.

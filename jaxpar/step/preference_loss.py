@@ -19,7 +19,7 @@ from jaxpar.models.output_dtype import keep_output_dtype
 from jaxpar.models.settings.computing import LARGEST, add_logits
 from jaxpar.models.settings.fine_tuning import DPO
 from jaxpar.step.head.chunks import Chunks, token_losses
-from jaxpar.step.head.model_protocol import has_head, read_head, vocab_size
+from jaxpar.step.head.head_protocol import has_head, read_head, vocab_size
 from jaxpar.step.head.token_sharding import token_sharding
 from jaxpar.step.losses import Sums, cross_entropy
 

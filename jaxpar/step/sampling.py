@@ -20,7 +20,7 @@ from jaxpar.models.cache import KVCache
 from jaxpar.models.output_dtype import belongs_to_call
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import read_parameter
-from jaxpar.parallel.specs import abstract_params, batch_sharding
+from jaxpar.parallel.state_specs import abstract_params, batch_sharding
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.compiler import pause_gc

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import batch_sharding
+from jaxpar.parallel.state_specs import batch_sharding
 
 FEW = 8  # a list of up to this many arrays with more than one dim holds views of all examples, not examples
 

@@ -18,7 +18,7 @@ from jaxpar.optim.eval_params import eval_arrays, eval_params
 from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.optim.wrappers import check_chain
 from jaxpar.parallel.layout import Layout, trained_shards
-from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
+from jaxpar.parallel.state_specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.sharding.names import Tree, path_of, shard_shape
 from jaxpar.step.frozen_parameters import drop_paths, frozen_paths
 from jaxpar.units import show_count

@@ -28,7 +28,7 @@ from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import gather_small_stacks, read_parameter
-from jaxpar.parallel.specs import abstract_params, gradient_specs, stored_specs, update_specs
+from jaxpar.parallel.state_specs import abstract_params, gradient_specs, stored_specs, update_specs
 from jaxpar.sharding.names import Compute, Tree, leaves_by_path, nest
 from jaxpar.step.block_inputs import offload_block_inputs
 from jaxpar.step.checks.input_state import cast_to_initial

@@ -33,7 +33,7 @@ from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.optim.optimizer import Growth
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import batch_sharding
+from jaxpar.parallel.state_specs import batch_sharding
 from jaxpar.train.faults import Faults, SkippedBatches
 from jaxpar.train.incomplete_batches import Incomplete
 

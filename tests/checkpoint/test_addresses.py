@@ -13,7 +13,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.buckets import is_address
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.checkpoint.report import export
+from jaxpar.checkpoint.checkpoint_tables import export
 from jaxpar.data.spec import Data
 from jaxpar.errors import JaxparError
 from jaxpar.job import run

@@ -11,8 +11,8 @@ import pytest
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.data.images import source as picture_source
-from jaxpar.data.images.config import ImageConfig
 from jaxpar.data.images.digits import write_digits
+from jaxpar.data.images.image_config import ImageConfig
 from jaxpar.data.images.pixels import pixels, random_box
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError

@@ -24,14 +24,14 @@ from jaxpar.job.file import parse
 from jaxpar.job.run import train
 from jaxpar.job.sample import SamplingRequest, sample
 from jaxpar.job.sweep import lineage
-from jaxpar.optim import chain
+from jaxpar.optim import optax_chain
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.optim.step_inputs import settings
 
 STEPS = 4
 SPEC = Optimizer(name="adamw", warmup=1, weight_decay=0.1, clip=0.5)
 VALUES = {"learning_rate": (1e-3, 3e-3, 1e-2, 3e-2), "clip": (0.0, 0.5, 0.1, 1.0), "final": (0.1, 0.0, 1.0, 0.5)}
-SWEPT = chain.build(SPEC, STEPS, VALUES)
+SWEPT = optax_chain.build(SPEC, STEPS, VALUES)
 LAYOUTS = [dict(data=4), dict(data=2, fsdp=2, tensor=2), dict(data=1, fsdp=2), dict(data=2, fsdp=4, zero=1)]
 
 
@@ -51,7 +51,7 @@ def trained(layout, optimizer, of=loss, steps=STEPS):
 def alone(member, of):
     """A run of its own with the settings of a member."""
     spec = replace(SPEC, **{name: values[member] for name, values in VALUES.items()})
-    state, rows, _ = trained(composed(dict(fsdp=1), jp.Exchange("all_reduce")), chain.build(spec, STEPS), of)
+    state, rows, _ = trained(composed(dict(fsdp=1), jp.Exchange("all_reduce")), optax_chain.build(spec, STEPS), of)
     return jax.device_get(jax.tree.leaves(state.params)), [row["loss"] for row in rows]
 
 
@@ -77,7 +77,9 @@ def test_each_member_trains_as_in_a_run_of_its_own(sizes, of):
 @pytest.mark.nightly
 def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
     values = {"learning_rate": (1e-2, 1e30)}
-    state, rows, step = trained(composed(dict(data=2), Population(values=values)), chain.build(SPEC, STEPS, values))
+    state, rows, step = trained(
+        composed(dict(data=2), Population(values=values)), optax_chain.build(SPEC, STEPS, values)
+    )
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
     assert rows[-1]["loss/0"] == rows[-1]["loss"] < rows[0]["loss"]
     assert {name for name in step.evaluate(state, batch_of(0))} == {"loss/0", "loss/1"}
@@ -89,7 +91,7 @@ def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
 def test_nothing_travels_between_members_but_where_they_copy(exchanges):
     values = {"learning_rate": VALUES["learning_rate"] * 2}
     layout = composed(dict(data=4, fsdp=2), Pbt(values=values, every=3), jp.target_devices("h100:1x8"))
-    optimizer = chain.build(Optimizer(name="sgd"), STEPS, values)
+    optimizer = optax_chain.build(Optimizer(name="sgd"), STEPS, values)
     report = jp.inspect(jp.train_step(layout, loss, optimizer), batch_of(0), sync_round=exchanges)
     assert {entry.kind for entry in over_data(report)} >= {"collective-permute"} if exchanges else not over_data(report)
     assert [flag for flag in report.flags if flag.kind == "idle axis"] == []

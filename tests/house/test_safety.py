@@ -35,7 +35,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_loss
 from jaxpar.job.sample import SamplingRequest, sample
 from jaxpar.models.huggingface.weights import load as load_pretrained
-from jaxpar.pipeline.draw.schedule import svg
+from jaxpar.pipeline.draw.draw_schedule import svg
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.pipeline.tables.price import OpTimes
 

@@ -15,7 +15,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.check import check
 from jaxpar.job.file import parse
 from jaxpar.mesh import axes
-from jaxpar.parallel.specs import batch_sharding
+from jaxpar.parallel.state_specs import batch_sharding
 from jaxpar.parallel.techniques import all_techniques
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar.cli.main import main
 from jaxpar.hlo.source_frames import user_frame
 from jaxpar.hlo.text import SourceFrame
-from jaxpar.pipeline.draw.schedule import svg
+from jaxpar.pipeline.draw.draw_schedule import svg
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.pipeline.tables.price import OpTimes
 

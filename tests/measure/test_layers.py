@@ -13,8 +13,8 @@ from tiny import Annotated, Staged, batches, token_loss
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.measure import layers as bench
-from jaxpar.measure.layers import Pieces
+from jaxpar.measure import layer_times as bench
+from jaxpar.measure.layer_times import Pieces
 from jaxpar.models.classifiers import MLP
 from jaxpar.models.settings.classifiers import MLPConfig
 from jaxpar.parallel.compose import as_blueprint

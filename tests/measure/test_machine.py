@@ -20,7 +20,7 @@ from jaxpar.measure import machine as measurement
 from jaxpar.measure.record import REPEATS, Destination, measured_devices, once
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.plan.machine.fit import KINDS, Timing
+from jaxpar.plan.machine.fit_hardware import KINDS, Timing
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.hardware_file import load_hardware, write_table
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.optim.chain import schedule
+from jaxpar.optim.optax_chain import schedule
 from jaxpar.optim.optimizer import Optimizer
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxpar.errors import JaxparError
 from jaxpar.job.build import rates
 from jaxpar.job.file.parse import loads
-from jaxpar.optim import chain
+from jaxpar.optim import optax_chain
 from jaxpar.optim.optimizer import Optimizer
 
 JOB = """
@@ -80,7 +80,7 @@ def test_so_many_small_steps_are_one_large_step_to_the_square_of_the_rate(eta):
 
     def trained(batch):
         spec = Optimizer(name="sgd", beta1=0, clip=0, decay="constant", learning_rate=eta, reference_batch=8)
-        optimizer, w = chain.build(spec.for_batch(batch), 4), jnp.zeros(5)
+        optimizer, w = optax_chain.build(spec.for_batch(batch), 4), jnp.zeros(5)
         state = optimizer.init(w)
         for part in range(0, 32, batch):
             gradient = x[part : part + batch].T @ (x[part : part + batch] @ w - y[part : part + batch]) / batch

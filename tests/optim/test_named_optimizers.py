@@ -18,7 +18,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_model
 from jaxpar.job.parts.optimizers import check_optimizer, custom_functions, note_optimizer, resolve_optimizer
 from jaxpar.job.parts.plan_model import needs_jax, planner_model
-from jaxpar.optim import chain
+from jaxpar.optim import optax_chain
 from jaxpar.optim.optax_lookup import LOSS, needs_loss, optimizers, schedules, update_with_loss
 from jaxpar.optim.optimizer import SETTINGS, Optimizer, RateSchedule
 from jaxpar.optim.step_inputs import rate_follows_steps
@@ -61,10 +61,10 @@ def test_an_optimizer_of_optax_is_optaxs_own_program_at_the_jobs_rate():
     for name in optimizers().keys() - SETTINGS.keys() - NUMBERS:
         more = NEEDED.get(name, {})
         wanted = optax.chain(optax.clip_by_global_norm(1.0), optimizers()[name](rate, **more))
-        assert program(chain.build(Optimizer(name=name, arguments=more), STEPS)) == program(wanted), name
+        assert program(optax_chain.build(Optimizer(name=name, arguments=more), STEPS)) == program(wanted), name
     for name in NUMBERS:
         made = Optimizer(name=name, decay="constant", learning_rate=0.5, clip=0)
-        assert program(chain.build(made, STEPS)) == program(optimizers()[name](0.5))
+        assert program(optax_chain.build(made, STEPS)) == program(optimizers()[name](0.5))
 
 
 OURS = {
@@ -91,8 +91,8 @@ def test_further_arguments_stand_beside_the_settings(name):
         for each in ({}, arguments)
     )
     rate = optax.constant_schedule(0.5)
-    assert program(chain.build(plain, STEPS)) == program(wanted(rate, {}))
-    assert program(chain.build(more, STEPS)) == program(wanted(rate, arguments)) != program(wanted(rate, {}))
+    assert program(optax_chain.build(plain, STEPS)) == program(wanted(rate, {}))
+    assert program(optax_chain.build(more, STEPS)) == program(wanted(rate, arguments)) != program(wanted(rate, {}))
 
 
 def test_a_schedule_of_optax_begins_after_the_warm_up_at_the_rate_that_follows_the_batch():
@@ -108,7 +108,7 @@ def test_a_schedule_of_optax_begins_after_the_warm_up_at_the_rate_that_follows_t
     spec = made.optimizer.for_batch(32)
     rate = rates(spec, STEPS)
     assert [rate(step) for step in range(STEPS)] == pytest.approx([0, 0.01, *[0.02] * 2, 0.01, *[0.005] * 5])
-    swept = chain.schedule(spec, STEPS, learning_rate=jnp.float32(0.04))
+    swept = optax_chain.schedule(spec, STEPS, learning_rate=jnp.float32(0.04))
     assert float(swept(2)) == pytest.approx(0.04)
 
 
@@ -127,7 +127,7 @@ def test_a_schedule_of_optax_begins_after_the_warm_up_at_the_rate_that_follows_t
 def test_the_learning_rate_is_the_highest_value_of_a_schedule(name, arguments, wanted):
     made = Optimizer(name="sgd", learning_rate=3e-3, schedule=RateSchedule(name=name, arguments=arguments))
     text = lambda rate: str(jax.make_jaxpr(lambda count: jnp.asarray(rate(count)))(0))  # noqa: E731
-    assert text(chain.schedule(made, STEPS)) == text(wanted)
+    assert text(optax_chain.schedule(made, STEPS)) == text(wanted)
     assert name in schedules()
 
 
@@ -368,7 +368,7 @@ def test_a_plan_counts_the_state_of_an_optimizer_that_has_no_formula():
 
 @pytest.mark.full
 def test_an_optimizer_of_the_whole_gradient_steps_over_devices_as_on_one():
-    made = chain.build(Optimizer(name="prodigy", learning_rate=1.0, decay="constant"), 3)
+    made = optax_chain.build(Optimizer(name="prodigy", learning_rate=1.0, decay="constant"), 3)
     cube = jp.Parallel(data=2, fsdp=2, tensor=2)
     losses, state, _ = train(models()["annotated"], cube, chain=made, steps=3)
     want, expected, _ = train(models()["annotated"], jp.Parallel(), jax.devices()[:1], chain=made, steps=3)

@@ -13,7 +13,7 @@ from pairwise import some
 from tiny import assert_same_arrays, models, train
 
 import jaxpar as jp
-from jaxpar.optim import chain
+from jaxpar.optim import optax_chain
 from jaxpar.optim.optax_lookup import optimizers
 from jaxpar.optim.optimizer import SETTINGS, Optimizer
 from jaxpar.optim.wrappers import LAYERWISE, per_layer
@@ -112,7 +112,7 @@ def test_stacked_layers_move_as_layers_apart(name):
     grads, of_unstacked = trees(1, SCALES[::-1])
     decay = 0.1 if "weight_decay" in SETTINGS.get(name, {}).values() else 0.0
     spec = Optimizer(name=name, clip=0.0, learning_rate=0.1, decay="constant", weight_decay=decay)
-    made = (chain.build(spec, 10, names=names) for names in (lambda: NAMES, dict))
+    made = (optax_chain.build(spec, 10, names=names) for names in (lambda: NAMES, dict))
     stacked, wanted = (
         ran(optax.with_extra_args_support(optimizer), *given)
         for optimizer, given in zip(made, [(params, grads), (unstacked, of_unstacked)], strict=True)
@@ -137,7 +137,7 @@ def test_lars_leaves_biases_and_norms_without_a_ratio():
         {"w": jnp.full((4, 4), 100.0), "bias": jnp.full(4, 100.0)},
         {"w": jnp.ones((4, 4)), "bias": jnp.ones(4)},
     )
-    lars = chain.build(
+    lars = optax_chain.build(
         Optimizer(name="lars", clip=0.0, learning_rate=1.0, decay="constant", weight_decay=0.0, beta1=0.0), 9
     )
     updates, _ = lars.update(grads, lars.init(params), params)
@@ -160,7 +160,7 @@ def trained(name, sizes, zero):
     """Returns losses and state of three steps."""
     names = {path: leaf.names for path, leaf in as_blueprint(models()["annotated"]).leaves.items()}
     assert names["blocks/up/kernel"][0] == "layers"
-    made = chain.build(
+    made = optax_chain.build(
         Optimizer(name=name, clip=0.0, learning_rate=0.01, decay="constant", arguments=ARGUMENTS.get(name, {})),
         9,
         names=lambda: names,

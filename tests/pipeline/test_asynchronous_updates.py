@@ -22,7 +22,7 @@ from weight_versions import pipedream, versions
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.pipeline.run.asynchronous import history, plan_versions
-from jaxpar.pipeline.run.program import COLUMNS, program
+from jaxpar.pipeline.run.tick_program import COLUMNS, program
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.sharding.names import Compute, path_of
 

@@ -22,8 +22,8 @@ from jaxpar.cli import schedule as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.html import markup
+from jaxpar.pipeline.draw.draw_schedule import legend, saved_activations, svg, terminal, timed_runs
 from jaxpar.pipeline.draw.notebook import compare, table
-from jaxpar.pipeline.draw.schedule import legend, saved_activations, svg, terminal, timed_runs
 from jaxpar.pipeline.draw.svg import LEFT, SHADES, STYLES, ink, shade
 from jaxpar.pipeline.tables.csv import from_csv
 from jaxpar.pipeline.tables.library import LIBRARY, schedule

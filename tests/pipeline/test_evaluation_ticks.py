@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.run.program import TickKind, program
+from jaxpar.pipeline.run.tick_program import TickKind, program
 from jaxpar.pipeline.tables.generators import forwards
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 

@@ -19,7 +19,7 @@ from jaxpar.jaxprs.split_backward import halves
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import POLICIES
 from jaxpar.pipeline.run.parameter_moves import permutation_rounds, redistribute_layers
-from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, TickKind, program
+from jaxpar.pipeline.run.tick_program import COLUMNS, OP_NUMBER, TickKind, program
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.schedule import StageCut
 

@@ -16,8 +16,8 @@ from tiny import assert_same_arrays, on_one_device, trace, train
 
 import jaxpar as jp
 from jaxpar.jaxprs.shorter_scan import shorten_scan
+from jaxpar.sharding.infer_stacks import longest_list, unnamed_layers, unnamed_stack
 from jaxpar.sharding.names import Leaf
-from jaxpar.sharding.stacks import longest_list, unnamed_layers, unnamed_stack
 
 
 def images(count):

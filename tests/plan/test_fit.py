@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chips import Link
-from jaxpar.plan.machine.fit import KINDS, Timing, fit_gemm, fit_link
+from jaxpar.plan.machine.fit_hardware import KINDS, Timing, fit_gemm, fit_link
 from jaxpar.plan.machine.hardware import HARDWARE
 
 SIZES = [1 << power for power in range(12, 29, 2)]

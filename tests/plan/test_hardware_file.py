@@ -13,7 +13,7 @@ from jaxpar.measure.machine import links_table
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.chips import Link, find_chip
 from jaxpar.plan.machine import hardware_file
-from jaxpar.plan.machine.fit import LinkFit
+from jaxpar.plan.machine.fit_hardware import LinkFit
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.hardware_file import load_hardware, to_toml, write_table
 

@@ -20,7 +20,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
 from jaxpar.plan.machine.software import JAXPAR_FUSED, MAXTEXT, TORCHTITAN
-from jaxpar.plan.machine.stacks import EAGER, INTERNLM
+from jaxpar.plan.machine.training_programs import EAGER, INTERNLM
 from jaxpar.plan.measurements.prediction_errors import (
     BELIEF,
     HeldOutRun,

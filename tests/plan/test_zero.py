@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.optim.chain import build
+from jaxpar.optim.optax_chain import build
 from jaxpar.optim.optimizer import Optimizer
-from jaxpar.parallel.specs import gradient_specs
+from jaxpar.parallel.state_specs import gradient_specs
 from jaxpar.plan.model import state_bytes
 
 MODEL = jp.DecoderConfig(vocab=64, layers=2, dim=32, heads=4, hidden=64, seq=8)

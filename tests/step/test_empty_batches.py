@@ -16,7 +16,7 @@ from tiny import BATCH, Staged, assert_same_arrays, batches, token_loss
 
 import jaxpar as jp
 from jaxpar.exchange.population.population import Pbt
-from jaxpar.optim import chain
+from jaxpar.optim import optax_chain
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.train.faults import Faults
 
@@ -140,7 +140,7 @@ def test_microbatches_of_float16_in_which_nothing_counts():
 def test_members_of_a_population_remember_no_loss_of_nothing():
     values = {"learning_rate": (0.1, 0.2)}
     exchange = Pbt(values=values, every=8)
-    optimizer = chain.build(Optimizer(name="sgd"), 8, values)
+    optimizer = optax_chain.build(Optimizer(name="sgd"), 8, values)
     layout = jp.compose(STAGED, jp.Parallel(data=2, exchange=exchange), jax.devices()[:2])
     state, step = jp.init_state(layout, optimizer), jp.train_step(layout, multiplied, optimizer)
     first, nothing = small(2)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.documents.row_files import batches
-from jaxpar.data.images.config import ImageConfig
+from jaxpar.data.images.image_config import ImageConfig
 from jaxpar.data.images.index import LABELS, SUFFIXES, Entries
 from jaxpar.errors import refuse
 from jaxpar.files import partial_path

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.images.config import ImageConfig
+from jaxpar.data.images.image_config import ImageConfig
 from jaxpar.errors import refuse
 from jaxpar.files import partial_path
 

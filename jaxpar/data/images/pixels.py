@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.data.images.config import MODES, ImageConfig
+from jaxpar.data.images.image_config import MODES, ImageConfig
 from jaxpar.data.spec import AUGMENTATIONS, Batch
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import refuse

@@ -6,7 +6,7 @@ from typing import Any
 from jaxpar.hlo.attribution import STAGE_TO_STAGE
 from jaxpar.html.markup import Markup, badge, join, tag
 from jaxpar.mesh.collective import Collective
-from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, svg
+from jaxpar.pipeline.draw.draw_schedule import count_noun, describe_cut, svg
 from jaxpar.pipeline.draw.thumbnail import overview
 from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Schedule

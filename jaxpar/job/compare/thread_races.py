@@ -14,7 +14,7 @@ from jaxpar.job.compare.training import evaluate
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
 from jaxpar.job.parts.optimizers import custom_functions
-from jaxpar.optim.chain import schedule
+from jaxpar.optim.optax_chain import schedule
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.train.hogwild import race
 

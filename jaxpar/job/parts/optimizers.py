@@ -10,7 +10,7 @@ from jaxpar.errors import refuse
 from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.optim import chain, muon
+from jaxpar.optim import muon, optax_chain
 from jaxpar.optim.optax_lookup import SMALL, UserFunctions, check_chain, check_rate, needs_loss
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.patterns import matching
@@ -67,7 +67,7 @@ def check_optimizer(job: Job, params: object = None) -> None:
     if spec.is_plain:
         return
     if spec.schedule.name:
-        rate = chain.schedule(
+        rate = optax_chain.schedule(
             spec.for_batch(job.train.global_batch), job.train.steps, user_functions=custom_functions(job)
         )
         check_rate(rate, name=spec.schedule.name)
@@ -102,7 +102,7 @@ def _full_chain(job: Job, names: Callable[[], muon.Names] = dict) -> optax.Gradi
     spec = job.optimizer.for_batch(job.train.global_batch)
     if _needs_dim_names(job):
         spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrix_dims(names)})
-    return chain.build(
+    return optax_chain.build(
         spec, job.sweep.steps(job.train.steps), sweep_values, user_functions=custom_functions(job), names=names
     )
 

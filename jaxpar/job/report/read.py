@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import files
-from jaxpar.checkpoint import report as checkpoints
+from jaxpar.checkpoint import checkpoint_tables as checkpoints
 from jaxpar.errors import JaxparError, file_errors, refuse
 from jaxpar.html.charts import Card
 from jaxpar.job.report import kernel_times

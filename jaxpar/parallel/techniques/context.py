@@ -28,8 +28,8 @@ from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout, per_device, with_note
 from jaxpar.parallel.techniques.attention_gather import gather
 from jaxpar.parallel.techniques.base import KERNELS, AttentionCall, Compose, Technique, TracedStep, axes_tuple
+from jaxpar.sharding.infer_stacks import longest_list
 from jaxpar.sharding.names import shard_bytes
-from jaxpar.sharding.stacks import longest_list
 
 
 def ring(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxpar.errors import JaxparError, file_errors, refuse
 from jaxpar.files import write_page
 from jaxpar.html.markup import Markup, in_ascii, style, tag
-from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, svg
+from jaxpar.pipeline.draw.draw_schedule import count_noun, describe_cut, svg
 from jaxpar.pipeline.draw.svg import printable
 from jaxpar.pipeline.draw.thumbnail import overview
 from jaxpar.pipeline.tables import library

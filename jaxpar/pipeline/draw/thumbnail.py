@@ -4,7 +4,7 @@
 text. Of a table that is still too large, only the first ticks are drawn.
 """
 
-from jaxpar.pipeline.draw.schedule import BAR, ROW, describe_cut, op_names
+from jaxpar.pipeline.draw.draw_schedule import BAR, ROW, describe_cut, op_names
 from jaxpar.pipeline.draw.svg import (
     HATCH,
     LEFT,

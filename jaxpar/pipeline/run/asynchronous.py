@@ -30,9 +30,9 @@ from jaxpar.errors import refuse
 from jaxpar.optim import step_inputs
 from jaxpar.pipeline.run.execute import initial_state, run_table, run_tick
 from jaxpar.pipeline.run.model_functions import PipelineFunctions
-from jaxpar.pipeline.run.program import COLUMNS, Program, TableRow, TickKind, program
 from jaxpar.pipeline.run.stage import Keep, Stage
 from jaxpar.pipeline.run.stage_buffers import load, store
+from jaxpar.pipeline.run.tick_program import COLUMNS, Program, TableRow, TickKind, program
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE
 

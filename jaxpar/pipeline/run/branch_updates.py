@@ -21,10 +21,10 @@ from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.optim import step_inputs
 from jaxpar.pipeline.run.asynchronous import VERSIONS, VersionPlan
 from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
-from jaxpar.pipeline.run.program import COLUMNS
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers, load, store
 from jaxpar.pipeline.run.stage_replicas import ReplicaSums, StageReplicas
+from jaxpar.pipeline.run.tick_program import COLUMNS
 from jaxpar.sharding.names import nest
 
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.pipeline.run.model_functions import PipelineFunctions
-from jaxpar.pipeline.run.program import OP_NUMBER, Loop, Program, TableRow, TickKind
 from jaxpar.pipeline.run.stage import BranchChoice, Keep, MaskedChoice, OpResult, Stage
 from jaxpar.pipeline.run.stage_buffers import slot_shapes, store
 from jaxpar.pipeline.run.stage_gradients import Shards, zeros_like_shapes
+from jaxpar.pipeline.run.tick_program import OP_NUMBER, Loop, Program, TableRow, TickKind
 from jaxpar.sharding.names import CHOICE, MESSAGE, TABLE
 
 Tree = Any

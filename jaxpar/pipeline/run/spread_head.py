@@ -31,10 +31,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.execute import initial_state, run_masked, run_table, send, write
 from jaxpar.pipeline.run.model_functions import PipelineFunctions, PipelineModel
-from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TableRow, TickKind
 from jaxpar.pipeline.run.stage import Keep, Stage
 from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.pipeline.run.stage_gradients import add
+from jaxpar.pipeline.run.tick_program import COLUMNS, OP_NUMBER, Program, TableRow, TickKind
 
 Tree = Any
 

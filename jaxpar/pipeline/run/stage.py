@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from jaxpar.jaxprs.in_place_scan import BufferEntry
 from jaxpar.pipeline.run.model_functions import PipelineFunctions, PipelineModel
-from jaxpar.pipeline.run.program import Program, TableRow, TickKind
 from jaxpar.pipeline.run.stage_buffers import load
 from jaxpar.pipeline.run.stage_gradients import GradientSums, Shards, add
+from jaxpar.pipeline.run.tick_program import Program, TableRow, TickKind
 from jaxpar.sharding.names import BACKWARD, SCOPE
 
 Tree = Any

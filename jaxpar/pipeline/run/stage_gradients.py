@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.in_place_scan import BufferEntry
-from jaxpar.pipeline.run.program import TableRow
 from jaxpar.pipeline.run.stage_buffers import load
+from jaxpar.pipeline.run.tick_program import TableRow
 from jaxpar.sharding.names import GRADIENT
 
 Tree = Any

@@ -15,7 +15,7 @@ import optax
 from jaxpar.errors import Problem
 from jaxpar.mesh.devices import allocated_bytes, is_simulated
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import abstract_params, gradient_specs
+from jaxpar.parallel.state_specs import abstract_params, gradient_specs
 from jaxpar.sharding.names import Tree, shard_bytes
 from jaxpar.step import state as states
 from jaxpar.step.frozen_parameters import drop_paths, frozen_paths

@@ -23,7 +23,7 @@ from jaxpar.exchange.base import NO_MODEL, AllReduce, Replicas
 from jaxpar.exchange.global_model import merge_replicas_of_model
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
 from jaxpar.parallel.layout import Layout, trained_shards
-from jaxpar.parallel.specs import optimizer_specs, stored_specs, update_specs
+from jaxpar.parallel.state_specs import optimizer_specs, stored_specs, update_specs
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.frozen_parameters import drop_paths, fill_missing, zero_frozen

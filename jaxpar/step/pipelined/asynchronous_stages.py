@@ -14,16 +14,16 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import needed_equations, subfunction
 from jaxpar.optim.wrappers import advance_schedules, pause_schedules
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import optimizer_specs, owner_path
+from jaxpar.parallel.state_specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import plan_versions
 from jaxpar.pipeline.run.branch_updates import OptimizerArrays, UpdatingBranchTable
-from jaxpar.pipeline.run.program import program
 from jaxpar.pipeline.run.shard_exchange import ShardExchange, sum_dtype
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
+from jaxpar.pipeline.run.tick_program import program
 from jaxpar.sharding.names import SCOPE, Tree, leaves_by_path, nest, path_of
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.asynchronous import check_unsharded
+from jaxpar.step.pipelined.asynchronous_updates import check_unsharded
 from jaxpar.step.pipelined.shardings import table_names
 from jaxpar.step.pipelined.unequal_stages import TracedMicrobatch, UnequalStages, manual_spec
 from jaxpar.step.state import State

@@ -18,8 +18,8 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.jaxprs.dataflow import Traced, is_key, variables
 from jaxpar.models.stack import SequentialLayers, call_at_layers
 from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.infer_stacks import layer_modules
 from jaxpar.sharding.names import Tree, path_of, pick
-from jaxpar.sharding.stacks import layer_modules
 from jaxpar.step.pipelined.layer_state import makes_keys
 
 

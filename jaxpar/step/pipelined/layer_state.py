@@ -15,8 +15,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.jaxprs.dataflow import Traced, is_key, needed_equations, subfunction
 from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.infer_stacks import layer_modules
 from jaxpar.sharding.names import Tree, path_of
-from jaxpar.sharding.stacks import layer_modules
 
 LeafGroups = Sequence[
     tuple[int, ...]

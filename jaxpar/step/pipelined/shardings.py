@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.mesh.axes import AXES
 from jaxpar.models.dim_names import constrain_to
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import update_specs
+from jaxpar.parallel.state_specs import update_specs
 from jaxpar.pipeline.run.parameter_moves import Gather, gather_parameter, padded_layers, redistribute_layers
 from jaxpar.pipeline.run.stage_gradients import Shards
 from jaxpar.sharding.constrain import activation_names

@@ -27,13 +27,13 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.parallel.head_placement import merge_lists_into_stacks
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import abstract_params
+from jaxpar.parallel.state_specs import abstract_params
 from jaxpar.pipeline.run.execute import execute
 from jaxpar.pipeline.run.model_functions import PipelineFunctions
-from jaxpar.pipeline.run.program import Program, program
 from jaxpar.pipeline.run.spread_head import ShardMaps, SpreadTable
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import load
+from jaxpar.pipeline.run.tick_program import Program, program
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
 from jaxpar.step.frozen_parameters import zero_frozen
 from jaxpar.step.gradients import Gradients, apply_gradients

@@ -21,7 +21,7 @@ from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.mesh.chips import CHIPS
 from jaxpar.parallel.declaration import FOUND
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import update_specs
+from jaxpar.parallel.state_specs import update_specs
 from jaxpar.parallel.techniques.context import chip_key
 from jaxpar.partition.fixed_replicas import BestCut, find_stages
 from jaxpar.partition.stage_costs import costs_of_parts, op_times

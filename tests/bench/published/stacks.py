@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, cap
 from jaxpar.plan.machine.software import MAXTEXT, MEGATRON_2022, MEGATRON_BLOCKING, TORCHTITAN, SoftwareModel
-from jaxpar.plan.machine.stacks import EAGER, EAGER_FLASH_1, FMS, INTERNLM, MEGATRON_CORE, PAX
+from jaxpar.plan.machine.training_programs import EAGER, EAGER_FLASH_1, FMS, INTERNLM, MEGATRON_CORE, PAX
 
 CHIPS: Mapping[str, Hardware] = {
     "A100": HARDWARE["a100"],

@@ -15,7 +15,7 @@ from jaxpar.inspector.timeline import KERNEL
 from jaxpar.measure.machine import SIDES, time_product
 from jaxpar.measure.record import today
 from jaxpar.mesh.devices import visible_devices
-from jaxpar.plan.machine.fit import fit_gemm
+from jaxpar.plan.machine.fit_hardware import fit_gemm
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.hardware_file import write_table
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxpar as jp
-from jaxpar.measure.layers import measure
+from jaxpar.measure.layer_times import measure
 from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED

@@ -17,10 +17,10 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.optim.wrappers import advance_schedules, pause_schedules
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import optimizer_specs, owner_path
+from jaxpar.parallel.state_specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import AsynchronousTable, plan_versions, stage_update
-from jaxpar.pipeline.run.program import program
 from jaxpar.pipeline.run.stage_buffers import slot_shapes
+from jaxpar.pipeline.run.tick_program import program
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
