@@ -1,4 +1,4 @@
-"""Compares the arrays of a checkpoint with those that a job needs, by path, before any array is read.
+"""Compares the arrays of a checkpoint with the arrays of a job, by path, before any array is read.
 
 A difference has a kind (shape, dtype, missing or unexpected) and a part of the state. `problems` groups differences, so
 that a user reads one line about a model of another width, although every array differs.

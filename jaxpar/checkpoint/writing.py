@@ -1,4 +1,4 @@
-"""Writes one checkpoint to disk while training goes on.
+"""Writes one checkpoint to disk while the training continues.
 
     each process: its arrays/00003 in 000200.writing, hashed and synced
     the first: MANIFEST of all blocks ─► fsync ─► renamed to 000200

@@ -95,7 +95,6 @@ def run_schedule(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _times(text: str) -> "OpTimes":
-    """Parses --times."""
     from jaxpar.errors import refuse
     from jaxpar.pipeline.tables.price import OpTimes
 

@@ -145,7 +145,6 @@ def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
 
 
 def _microbatch_changes(job: Job) -> list[tuple[str, dict, bool]]:
-    """Returns the change to smaller microbatches."""
     train, parallel = job.train, job.parallel
     count = 2 * train.accumulate
     halves = parallel.data > 0 < parallel.fsdp and train.global_batch % (parallel.data * parallel.fsdp * count) == 0

@@ -1,4 +1,4 @@
-"""Measures what a machine reaches, in the planner's model: the share of its peak in matmuls, the speed of its links.
+"""Measures the planner's constants of a machine: the share of the peak that matmuls reach, and the speed of links.
 
 Matmuls: bfloat16, by their size. Each product of square matrices is the left factor of the next. The numbers are
 random, because a chip multiplies zeros faster.

@@ -1,4 +1,4 @@
-"""The pieces of an image: the rows that each device convolves, and those that it receives of others (its halo)."""
+"""The pieces of an image: the rows that each device convolves, and its halo, which neighbours send."""
 
 import math
 from collections.abc import Mapping

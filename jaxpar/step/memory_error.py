@@ -1,4 +1,4 @@
-"""Recognizes XLA's error that a device is out of memory; what explains it is loaded only then."""
+"""Recognizes XLA's out-of-memory error. The modules that explain it are loaded only after it occurs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The status line and the log lines of a run; a terminal shows from the first second on what the run waits for."""
+"""The status line and the log lines of a run; a terminal shows the current activity from the first second on."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Imports what a job names outside of its file: Python objects, `package.module:name`, and a Hugging Face folder.
+"""Imports objects that a job names outside of its file: Python objects `package.module:name`, a Hugging Face folder.
 
 An import runs code, so the origin is restricted:
 

@@ -1,4 +1,4 @@
-"""What `context` sends in a plan of a model that calls `jp.attention`: keys and values; see `specs/sequences.py`."""
+"""The keys and values that `context` sends, in a plan of a model that calls `jp.attention`; see `specs/sequences`."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

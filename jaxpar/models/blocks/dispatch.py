@@ -3,8 +3,8 @@
     choices ──► a queue per row and expert ──► slots [experts x capacity] ──► experts ──► weighted sums of k slots
 
 The queue of an expert has the first choices of all tokens of a row, in their order, then the second choices, and so on
-(GShard: Lepikhin et al. 2020, arXiv:2006.16668). The first `capacity` get a slot. What overflows asks the token's spare
-choices, if it has any. Rows do not compete, so that slots are the same on any mesh.
+(GShard: Lepikhin et al. 2020, arXiv:2006.16668). The first `capacity` choices get a slot. A choice that overflows goes
+to the token's spare choices, if there are any. Rows do not compete, so slots are the same on any mesh.
 
 Experts may share a buffer, which then has one queue for all of them (`dropless`).
 
@@ -25,9 +25,9 @@ class Load(NamedTuple):
 
     Attributes:
       sent: Choices for the expert; kept + spilled + dropped.
-      kept: Those that it computed.
-      spilled: Those that overflowed, and that a spare choice of the token computed.
-      dropped: Those that no expert computed.
+      kept: Choices that the expert computed.
+      spilled: Choices that overflowed, and that a spare choice of the token computed.
+      dropped: Choices that no expert computed.
     """
 
     sent: jax.Array
@@ -59,8 +59,8 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     """Assigns the slots of one row.
 
     Args:
-      choices: Experts that a token asks, best first; those after the first `per_token` are spare. Numbers that are no
-        expert ask nobody. Shape [tokens, per_token or more], int.
+      choices: Experts that a token chooses, best first; those after the first `per_token` are spare. Numbers outside of
+        the experts choose none. Shape [tokens, per_token or more], int.
       per_token: Number of choices that a token has computed.
       experts: Number of experts.
       capacity: Slots of an expert, or of the experts that share a buffer.
@@ -73,9 +73,9 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     fits_first = position < capacity
     slots = jnp.where(fits_first, first_choices // sharing * capacity + position, end)
     expert = jnp.where(fits_first, first_choices, experts)
-    asks = (first_choices >= 0) & (first_choices < experts)
+    is_expert = (first_choices >= 0) & (first_choices < experts)
     for number in range(per_token, choices.shape[1]):
-        open_choices = asks & (slots == end)
+        open_choices = is_expert & (slots == end)
         first = jnp.argmax(open_choices, axis=1)
         requests = jnp.where(jnp.any(open_choices, axis=1), choices[:, number], experts)
         position, added = _queue(requests // sharing, occupied, capacity)

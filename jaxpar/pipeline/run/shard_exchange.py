@@ -200,7 +200,6 @@ class ShardExchange:
         return self._replicas.stages
 
     def _stage_index(self) -> jax.Array:
-        """Returns the stage of this device."""
         return jnp.asarray(self._stages)[lax.axis_index("pipe")]
 
     def _is_unsplit(self, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Explains that a device is out of memory: what needs it, by cause, and the changes that free most.
+"""Explains an out-of-memory error: bytes of the device by cause, and the changes that free most of them.
 
 XLA's error ─► bytes per device by cause ─► the device's memory ─► the largest three of the possible changes
 state: arithmetic on shapes
