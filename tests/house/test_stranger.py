@@ -131,7 +131,7 @@ def test_lines_of_models_count_wherever_they_are_installed():
         model = SourceFrame(file, 7, "__call__")
         assert user_frame([*inner, model, SourceFrame("run.py", 1, "<module>")]) == model
     home = str(Path(jaxpar.__file__).parent)
-    ours = SourceFrame(f"{home}/models/blocks/layers.py", 7, "__call__")
+    ours = SourceFrame(f"{home}/models/layers.py", 7, "__call__")
     assert user_frame([*inner, SourceFrame(f"{home}/step/unpipelined.py", 3, "f"), ours]) == ours
 
 
