@@ -200,24 +200,17 @@ def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params
     arguments_text = f" with {spec.arguments!r:.200}" if spec.arguments else ""
     with user_code_errors(f"{subject}{arguments_text}: its update", rule=ALONE, fix=TYPES):
         state = jax.eval_shape(optimizer.init, params)
-        updates, _ = jax.eval_shape(partial(update_with_loss, optimizer), params, state, params, LOSS)
+        updates, _ = jax.eval_shape(partial(update, optimizer), params, state, params, LOSS)
     eval_arrays(state)  # raises if two parts define one
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise refuse(f"{subject}: updates of other shapes", rule="one update per parameter", fix="optax.apply_updates")
     return state
 
 
-def update_with_loss(
-    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any
-) -> tuple[Any, Any]:
-    """Calls a chain's update, with the loss if the chain takes it; returns updates and state."""
-    return update(optimizer, gradients, state, params, loss)
-
-
 def needs_loss(optimizer: optax.GradientTransformation, params: object = SMALL) -> bool:
     """Whether the updates of a valid chain depend on the loss."""
     state = jax.eval_shape(optimizer.init, params)
-    closed = jax.make_jaxpr(partial(update_with_loss, optimizer))(params, state, params, LOSS)
+    closed = jax.make_jaxpr(partial(update, optimizer))(params, state, params, LOSS)
     loss = closed.jaxpr.invars[-1]
     return any(loss in eqn.invars for eqn in closed.jaxpr.eqns)
 

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, needed_equations, unwrap_jaxpr, variables
-from jaxpar.optim.optax_lookup import update_with_loss
+from jaxpar.optim.step_inputs import update
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import reshard_padded
 from jaxpar.parallel.state_specs import abstract_params
@@ -36,12 +36,11 @@ def frozen_paths(layout: Layout, optimizer: optax.GradientTransformation) -> fro
     # only masked optimizers leave gradients unread: others need no trace
     if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
         return frozenset()
-    update = partial(update_with_loss, optimizer)
     # float32 stands in for 8-bit matrices, whose dtype a chain might refuse in this trace
     params = jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _float(x.shape), abstract_params(layout)
     )
-    closed = jax.make_jaxpr(update)(params, state, params, _float(()))
+    closed = jax.make_jaxpr(partial(update, optimizer))(params, state, params, _float(()))
     read_indices = _reads(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(layout))  # gradients come first
     return frozenset(path_of(keys) for index, (keys, _) in enumerate(leaves) if index not in read_indices)

@@ -28,7 +28,8 @@ from jaxpar.job.sample import SamplingRequest, load_text_model
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.huggingface.weights import load as load_folder
 from jaxpar.optim.eval_params import ema_params, eval_arrays, eval_params, eval_sources
-from jaxpar.optim.optax_lookup import LOSS, SMALL, update_with_loss
+from jaxpar.optim.optax_lookup import LOSS, SMALL
+from jaxpar.optim.step_inputs import update
 from jaxpar.sharding.names import Compute, leaves_by_path, nest
 from jaxpar.step.state import State
 
@@ -417,7 +418,7 @@ def test_a_job_has_them_by_name(tmp_path):
     rate = optax.join_schedules([optax.linear_schedule(0.0, 0.02, 2), optax.constant_schedule(0.02)], [2])
     wanted = optax.contrib.schedule_free_adamw(rate, b1=0.8, weight_decay=0.01)
     programs = [
-        str(jax.make_jaxpr(partial(update_with_loss, chain))(SMALL, jax.eval_shape(chain.init, SMALL), SMALL, LOSS))
+        str(jax.make_jaxpr(partial(update, chain))(SMALL, jax.eval_shape(chain.init, SMALL), SMALL, LOSS))
         for chain in (resolve_optimizer(made), optax.chain(optax.clip_by_global_norm(1.0), wanted))
     ]
     assert programs[0] == programs[1]

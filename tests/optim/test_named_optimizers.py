@@ -19,9 +19,9 @@ from jaxpar.job.parts.models import resolve_model
 from jaxpar.job.parts.optimizers import check_optimizer, custom_functions, note_optimizer, resolve_optimizer
 from jaxpar.job.parts.plan_model import needs_jax, planner_model
 from jaxpar.optim import optax_chain
-from jaxpar.optim.optax_lookup import LOSS, needs_loss, optimizers, schedules, update_with_loss
+from jaxpar.optim.optax_lookup import LOSS, needs_loss, optimizers, schedules
 from jaxpar.optim.optimizer import SETTINGS, Optimizer, RateSchedule
-from jaxpar.optim.step_inputs import rate_follows_steps
+from jaxpar.optim.step_inputs import rate_follows_steps, update
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.sharding.names import leaves_by_path, nest
 from jaxpar.step.losses import next_token_loss
@@ -37,11 +37,7 @@ DECODER = "mesh.simulate = 1\n[model]\nname = 'decoder'\nlayers = 1\ndim = 16\nh
 
 def program(optimizer):
     """Returns what an update computes, as text."""
-    return str(
-        jax.make_jaxpr(partial(update_with_loss, optimizer))(
-            PARAMS, jax.eval_shape(optimizer.init, PARAMS), PARAMS, LOSS
-        )
-    )
+    return str(jax.make_jaxpr(partial(update, optimizer))(PARAMS, jax.eval_shape(optimizer.init, PARAMS), PARAMS, LOSS))
 
 
 def job(text):
