@@ -3,8 +3,8 @@
 activations   live bytes at the fullest moment of the program, `model/liveness.py`; with microbatches, the batch of
               all of them twice: as it is given, and in their order
 gradients     those that exist at that moment; with microbatches, also their sum
-working       copies of parameters in 16 bits at that moment; with ZeRO-3, twice the largest array that is gathered
-              at once, or without recomputation all gathered parameters, which are kept for the backward pass
+working       copies of parameters in 16 bits at that moment; where they are shards, those that are gathered: of ZeRO-3
+              with recomputation for a pass, else for the step
 """
 
 from typing import Any
@@ -39,18 +39,20 @@ def _memory(shape: TracedShape, candidate: Candidate, software: SoftwareModel, r
     extra_state = {"state": np.where(np.equal(candidate.zero, 0), *state)} if has_state else {}
     parameters, gradients, moments = bytes_by_zero_stage(unsharded_parameters, shard, candidate, recipe)
     zero3, accumulates = np.equal(candidate.zero, 3), np.greater(candidate.microbatches, 1)
-    whole_gathered = gathers_once(candidate, recipe) | software.keeps_gathered(candidate)
-    piece = 2.0 * zero3 * shape.largest_array * unsharded_parameters / shape.parameters
     # shards are cast once, before the loop over microbatches
     cast = np.where(zero3 & accumulates, shard, 0.0)
-    gathered = shape.itemsize * (np.where(whole_gathered, unsharded_parameters, piece) + cast)
+    for_step = gathers_once(candidate, recipe) | software.keeps_gathered(candidate)
+    # a loop over microbatches has all of them that it keeps, from its first collective on
+    gathered = shape.itemsize * (np.where(for_step & accumulates, unsharded_parameters, 0.0) + cast)
+    kept = np.where(for_step, np.where(accumulates, "", "step"), np.where(zero3, "pass", ""))
     summed = gradient_bytes(gradients, candidate, software, recipe, stacked=shape.stacked)
     # one collective reduces a microbatch's gradients of all arrays that are no stacks
     several = np.greater(candidate.replicas, 1)
     unreduced = several * (1 - shape.stacked) * software.wire[1] * unsharded_parameters
     peak = _peak(
-        shape.trace, candidate, copies=np.equal(gathered, 0), gradients=np.where(accumulates, unreduced, summed)
-    )
+        shape.trace, candidate, copies=np.equal(gathered, 0), gathered=kept,
+        gradients=np.where(accumulates, unreduced, summed),
+    )  # fmt: skip
     return (
         Memory(
             parameters=parameters,
@@ -72,24 +74,27 @@ def _split_batch(trace: ModelTrace, candidate: Candidate) -> Any:
     return 2 * sum(amount * np.power(np.asarray(rows, float), power) for power, amount in enumerate(batch))
 
 
-def _peak(trace: ModelTrace, candidate: Candidate, *, copies: object, gradients: object) -> dict[str, Any]:
+def _peak(
+    trace: ModelTrace, candidate: Candidate, *, copies: object, gathered: object, gradients: object
+) -> dict[str, Any]:
     """Returns the live bytes at the fullest moment of the loss and its gradients, by class.
 
     Args:
       trace: The programs.
       candidate: The layout.
       copies: Whether the program itself copies parameters (e.g. by a cast), rather than gathering them.
+      gathered: How long a gathered array of parameters is kept, as in `Estimate.peak`.
       gradients: Bytes of all gradients of a device.
     """
 
     def fullest(
-        rows: int, remat: str, context: int, tensor: int, copied: bool, size: float, combined: int
+        rows: int, remat: str, context: int, tensor: int, copied: bool, gathered: str, size: float, combined: int
     ) -> dict[str, float]:
         program = trace.program(remat, context, tensor)
         share = size / max(program.gradient_bytes, 1.0)
-        return program.peak(rows, weights=float(copied), gradients=share, combined=combined)
+        return program.peak(rows, weights=float(copied), gradients=share, gathered=gathered, combined=combined)
 
     # gradients of replicas are scattered over fsdp, or all-reduced
     combined = np.where(np.greater(candidate.fsdp, 1), SCATTERED, np.where(candidate.replicas > 1, REDUCED, 0))
     split = candidate.context, candidate.tensor
-    return per_row(fullest, candidate.microbatch, candidate.remat, *split, copies, gradients, combined)
+    return per_row(fullest, candidate.microbatch, candidate.remat, *split, copies, gathered, gradients, combined)

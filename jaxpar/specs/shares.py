@@ -1,7 +1,8 @@
 """Applies a solution to another trace of the same model: the share of every array that a device has.
 
     parameters     are cut along the dims of the solution, by their paths
-    activations    are cut like the array of the same source line and shape in the trace that was solved
+    activations    are cut like the array of the same source line and shape in the trace that was solved; a result of
+                   another line, such as logits that were in chunks there, is cut where its operands are
     backward pass  an operation with a loop over a cut dim is split along it, and so are its other arrays
     constants      are cut like the result of the elementwise operation that reads them: a mask like its scores
     gathers        of an activation that matmuls of both passes read: its shards are kept joined between them
@@ -45,6 +46,7 @@ class ArrayShares:
         of_line: defaultdict[Hashable, set[CutDims]] = defaultdict(set)
         for array in program.arrays:
             of_line[_line_and_shape(array, program)].add(_dims_of_axes(array, cut))
+        self.solved = {*of_line}
         self.of_line = {key: next(iter(dims)) for key, dims in of_line.items() if len(dims) == 1}
         self.gather_shares: dict[Hashable, float] = {}
         for array in _operands(program).values():
@@ -76,6 +78,12 @@ class ArrayShares:
             for dim, axes in dims:
                 for piece in [*flat(array.dims[dim])][:1]:
                     seeds[piece] |= {*axes}
+        for operation in program.operations:
+            if not operation.backward and _line_and_shape(operation.result, program) not in self.solved:
+                for operands, result in operation.loops:
+                    axes = {axis for piece in operands if piece for axis in seeds.get(piece, ())}
+                    if result is not None and axes:
+                        seeds[result] |= axes
         return seeds
 
 

@@ -529,3 +529,52 @@ class Normed(nnx.Module):
 
     def __call__(self, x):
         return self.out(self.norm(x))
+
+
+def gathered_arrays(function, params, width, kept):
+    """How many arrays of a layer are gathered at the fullest moment, one row being small beside each of them."""
+    program = traced(function, params, (width,)).programs["none"]
+    return program.peak(1, gradients=0, gathered=kept)["weights"] / (4 * width**2)
+
+
+def test_shards_are_gathered_for_a_pass_or_from_their_first_to_their_last_matmul():
+    def unrolled(remat, p, x):
+        for name in ("one", "two", "three"):
+            x = jnp.sin(x @ p[name])
+        return jnp.sum(x)
+
+    def scanned(remat, p, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, p["stack"])[0])
+
+    arrays = shapes(**dict.fromkeys(("one", "two", "three"), (64, 64)))
+    assert gathered_arrays(unrolled, arrays, 64, "pass") == 1
+    assert gathered_arrays(unrolled, arrays, 64, "step") == 2  # the batch has no gradient, which would read the first
+    assert gathered_arrays(scanned, shapes(stack=(8, 64, 64)), 64, "pass") == 1
+    assert gathered_arrays(scanned, shapes(stack=(8, 64, 64)), 64, "step") == 8
+
+
+def test_a_gradient_is_whole_until_it_is_scattered():
+    def function(remat, p, x):
+        return jnp.sum(jnp.sin(x @ p["one"]) @ p["two"])
+
+    program = traced(function, shapes(one=(64, 1024), two=(1024, 1024)), (64,)).programs["none"]
+    peak = program.peak(1, weights=0, gradients=0.125, combined=SCATTERED)
+    assert peak["gradients"] == pytest.approx(4 * 1024**2, rel=0.1)
+    assert program.peak(1, weights=0, gradients=1.0)["gradients"] == 4 * (1024 + 64) * 1024
+
+
+def test_attention_weights_are_kept_until_the_values_gradient_runs_last_in_a_backward_loop():
+    """XLA computes it after those of queries and keys, so that four arrays of scores are live."""
+
+    def function(remat, p, x):
+        def layer(x, w):
+            query, key, values = (x @ w[number] for number in range(3))
+            weights = jax.nn.softmax(jnp.einsum("rsd,rtd->rst", query, key).astype(jnp.float32)).astype(x.dtype)
+            return x + jnp.einsum("rst,rtd->rsd", weights, values), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, p["stack"])[0])
+
+    program = traced(function, shapes(stack=(2, 3, 8, 8)), (256, 8)).programs["none"]
+    scores = 4 * 256 * 256
+    live = program.peak(1000, weights=0, gradients=0)["activations"] / (1000 * scores)
+    assert 4 < live < 4.5

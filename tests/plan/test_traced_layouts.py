@@ -194,3 +194,12 @@ def test_shards_that_matmuls_of_both_passes_gather_are_kept_joined():
     joined = [shape for (_, _, _, shape), share in shares.gather_shares.items() if share == 1.0]
     assert (0, 4096, 1024) in joined
     assert not any(share for (_, backward, _, _), share in shares.gather_shares.items() if backward)
+
+
+def test_logits_that_were_in_chunks_where_the_split_was_found_are_split():
+    """The loss of many rows is computed in chunks, on a line of its own; the program of few rows has no such line."""
+    job = loads(DECODER)
+    job = replace(job, model={**job.model, "vocab": 65536, "dim": 256}, train=replace(job.train, global_batch=64))
+    program = trace_job(job, 8).shape.trace.program("none", 1, 8)
+    logits = 64 * job.data.seq * 65536 * 2
+    assert program.peak(64, weights=0, gradients=0)["activations"] < logits

@@ -8,11 +8,13 @@ gradient of replicas   XLA combines their collectives up to some bytes, and runs
                        that split the model wait for another collective
 scan                   its stacked results, and the arrays of one turn
 scores of a stack      of one turn once more: matmuls of the backward pass copy them out of it, in their own layout
+parameter, gathered    from its first kernel to its last one, of a pass or of both; of a stack, a layer in an iteration
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,17 +25,51 @@ from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 
 CLASSES = ("activations", "weights", "gradients")
+UNREDUCED = "unreduced gradients"  # class of those that are made at a moment
+GATHERED = {"pass": "gathered for a pass", "step": "gathered for a step"}  # classes, by how long gathers are kept
 # bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.xla` says, all-reduces as XLA does by itself
 SCATTERED, REDUCED = SMALL, 30 * 2**20
 Live = dict[str, np.ndarray]
 
 
 @dataclass(slots=True)
+class _Gather:
+    """Bytes that are gathered of a parameter, and the kernels that read them, of the forward and the backward pass.
+
+    A loop gathers a layer of a stack in each iteration; the bytes are those of all layers.
+    """
+
+    size: Any = 0.0
+    places: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    is_stack: bool = False
+
+    def lives(self, *, in_loop: bool) -> Iterator["_Life"]:
+        """Yields the live ranges of the gathered bytes, those of a pass and, outside of loops, those of both."""
+        if not self.is_stack:
+            for places in filter(None, self.places):
+                yield _Life(GATHERED["pass"], self.size, min(places), max(places))
+        if not in_loop:
+            places = [*self.places[0], *self.places[1]]
+            yield _Life(GATHERED["step"], self.size, min(places), max(places))
+
+
+@dataclass(slots=True)
 class _Amounts:
     """Live bytes as in `Estimate`, [moments, degree]; kernels as (traffic, FLOP, bits, runs, is a cast of weights)."""
 
+    gathers: dict[int, _Gather] = field(default_factory=dict)
+    shards: list[int | None] = field(default_factory=list)  # the sharded input of which each result is a copy
     curves: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
     kernels: list[tuple[Any, Any, int, int, bool]] = field(default_factory=list)
+
+
+class _Life(NamedTuple):
+    """Bytes of a class (see `Estimate.live`) that are live from one op to another."""
+
+    name: str
+    size: Any
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +77,8 @@ class Estimate:
     """The estimate of a compiled program, for any number of rows.
 
     Attributes:
-      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (see `CLASSES`) to
-        the live bytes at each moment. Shape [moments, degree].
+      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (see `CLASSES`,
+        `UNREDUCED` and `GATHERED`) to the live bytes at each moment. Shape [moments, degree].
       traffic: Bytes that each kernel reads and writes. Shape [kernels, degree].
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
@@ -64,18 +100,27 @@ class Estimate:
     update_kernels: int
     batch: np.ndarray
 
-    def peak(self, rows: float, *, weights: float = 1.0, gradients: float = 1.0, combined: int = 0) -> dict[str, float]:
+    def peak(
+        self, rows: float, *, weights: float = 1.0, gradients: float = 1.0, gathered: str = "", combined: int = 0
+    ) -> dict[str, float]:
         """Returns the live bytes by class at the fullest moment.
 
         Args:
           rows: Rows of a device.
           weights: Factor on the bytes of copies of parameters.
           gradients: Factor on the bytes of gradients.
+          gathered: Where the parameters are shards, how long an array of them is kept that was gathered: for a "pass"
+            or a "step"; they are then the class of weights, and `weights` has no effect. "" if none is gathered.
           combined: Bytes up to which collectives of gradients are combined, `SCATTERED` or `REDUCED`; 0 without
             replicas.
         """
         factors = {"activations": 1.0, "weights": weights, "gradients": gradients}
-        amounts = {name: factors[name] * value(live, rows) for name, live in self.live[combined].items()}
+        live = self.live[combined]
+        amounts = {name: factors[name] * value(live[name], rows) for name in CLASSES}
+        if combined == SCATTERED:  # shards, but for those that are made at the moment
+            amounts["gradients"] += max(0.0, 1.0 - gradients) * value(live[UNREDUCED], rows)
+        if gathered:
+            amounts["weights"] = value(live[GATHERED[gathered]], rows)
         fullest = int(np.argmax(sum(amounts.values())))
         return {name: float(amount[fullest]) for name, amount in amounts.items()}
 
@@ -107,7 +152,7 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
     """
     inputs = {program.inputs[place] for place in params}
     outputs = {entry for place in gradients if (entry := program.outputs[place]) is not None}
-    amounts, _ = _program_amounts(program, rows, inputs, outputs)
+    amounts, _ = _program_amounts(program, rows, inputs, inputs, outputs)
     kernels = sum(op.matmul.kind == "convolution" for op in program.ops if op.matmul and op.backward) // 2
     batch = sum(program.sizes[entry] for entry in program.inputs if entry not in inputs)
     live = {
@@ -129,39 +174,57 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
 
 
 def _program_amounts(
-    program: SizedProgram, rows: float, params: Collection[int], gradients: Collection[int]
+    program: SizedProgram,
+    rows: float,
+    params: Collection[int],
+    shards: Collection[int],
+    gradients: Collection[int],
+    *,
+    loop: str = "",
 ) -> tuple[_Amounts, list[bool]]:
-    """Returns the amounts of a program, and a mask of its results that depend on parameters alone."""
+    """Returns the amounts of a program, and a mask of its results that depend on parameters alone.
+
+    `shards` are those of the parameters that the program itself gathers; in a loop the others are gathered before it.
+    `loop` is the pass of the loop of which it is an iteration, "forward" or "backward", or "".
+    """
     program = keep_positions(program)
     fused = fuse(program, rows, gradients=gradients)
-    bodies, of_params = _bodies(fused, rows, {*params})
+    bodies, of_params = _bodies(fused, rows, {*params}, loop)
     amounts, copies = _Amounts(), _score_copies(program)
     for combined in (0, SCATTERED, REDUCED) if gradients else (0,):
         delays = _delays(program, fused, gradients, rows, combined) if combined else {}
+        if combined == SCATTERED:
+            delays |= _after_gradients(fused, _gradient_arrays(fused, gradients), delays)
+        delays |= _late_matmuls(fused) if loop == "backward" else {}
         lives = _lives(program, fused, gradients, of_params, delays)
         of_gradients = _gradient_arrays(fused, gradients)
-        amounts.curves[combined] = _curves(program, lives, bodies, of_params, of_gradients, copies)
+        classes = {entry: "weights" if entry in of_params else "activations" for entry in lives}
+        classes |= dict.fromkeys(of_gradients & classes.keys(), "gradients")
+        live = [_Life(classes[entry], program.sizes[entry], *places) for entry, places in lives.items()]
+        amounts.gathers, roots = _gathers(program, fused, shards, of_params, bodies, delays)
+        amounts.shards = [roots.get(entry) for entry in program.outputs]
+        live += [
+            _Life(UNREDUCED, program.sizes[entry], lives[entry][0], lives[entry][0])
+            for kernel in fused.kernels
+            for entry in of_gradients.intersection(kernel.op.outputs)
+            if kernel.op.body is None and entry in lives
+        ]
+        live += [life for gather in amounts.gathers.values() for life in gather.lives(in_loop=bool(loop))]
+        amounts.curves[combined] = _curves(len(program.ops), live, bodies, copies)
     for kernel in fused.kernels:
         amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place), of_params)
     return amounts, [entry in of_params for entry in program.outputs]
 
 
 def _curves(
-    program: SizedProgram,
-    lives: dict[int, tuple[int, int]],
-    bodies: dict[int, _Amounts],
-    of_params: set[int],
-    of_gradients: set[int],
-    copies: Mapping[int, Any],
+    end: int, lives: Iterable[_Life], bodies: dict[int, _Amounts], copies: Mapping[int, Any]
 ) -> dict[str, list[Any]]:
-    """Returns the live bytes by class at each moment."""
-    end = len(program.ops)
-    changes = {name: np.zeros((end + 2, DEGREE + 1)) for name in CLASSES}
-    for entry, (first, last) in lives.items():
-        name = "gradients" if entry in of_gradients else "weights" if entry in of_params else "activations"
-        changes[name][first] += program.sizes[entry]
-        changes[name][last + 1] -= program.sizes[entry]
-    curves: dict[str, list[Any]] = {name: [] for name in CLASSES}
+    """Returns the live bytes by class at each moment of a program with `end` ops."""
+    changes = {name: np.zeros((end + 2, DEGREE + 1)) for name in (*CLASSES, UNREDUCED, *GATHERED.values())}
+    for life in lives:
+        changes[life.name][life.first] += life.size
+        changes[life.name][life.last + 1] -= life.size
+    curves: dict[str, list[Any]] = {name: [] for name in changes}
     for name, change in changes.items():
         levels = np.cumsum(change, axis=0)[: end + 1]
         for place, level in enumerate(levels):
@@ -169,6 +232,45 @@ def _curves(
             copied = copies.get(place, 0.0) if name == "activations" else 0.0
             curves[name] += [level + copied + more for more in inner]
     return curves
+
+
+def _gathers(
+    program: SizedProgram,
+    fused: FusedProgram,
+    shards: Collection[int],
+    of_params: Collection[int],
+    bodies: Mapping[int, _Amounts],
+    delays: Mapping[int, int],
+) -> tuple[dict[int, _Gather], dict[int | None, int]]:
+    """Returns what is gathered of each parameter of which a device has a shard, and the parameter of each copy of one.
+
+    They are gathered in the dtype in which they are read: shards are cast first.
+    """
+    roots: dict[int | None, int] = {entry: entry for entry in shards}
+    gathers: dict[int, _Gather] = {}
+    for kernel in fused.kernels:
+        op, place = kernel.op, delays.get(kernel.place, kernel.place)
+        of_one = {roots.get(leaf, -1) for leaf in kernel.leaves}
+        if op.body is None and kernel.leaves and kernel.leaves <= {*of_params}:
+            roots |= dict.fromkeys(op.outputs, min(of_one)) if len(of_one) == 1 and -1 not in of_one else {}
+            continue
+        for number, entry in enumerate(op.inputs):
+            leaves = fused.leaves[entry]
+            for leaf in leaves.keys() & roots.keys():
+                size = program.sizes[entry] if len(leaves) == 1 else leaves[leaf]
+                gather = gathers.setdefault(roots[leaf], _Gather())
+                if op.body is not None and number >= len(op.inputs) - op.scanned:
+                    inner = bodies[kernel.place].gathers.get(op.body.inputs[number])
+                    size = op.length * inner.size if inner else 0.0
+                    gather.is_stack = True
+                gather.size = np.maximum(gather.size, size)
+                gather.places[op.backward].append(place)
+        if op.body is not None:  # layers that the forward pass keeps for the backward pass
+            roots_inside = {inner: roots.get(outer) for inner, outer in zip(op.body.inputs, op.inputs, strict=True)}
+            for entry, inner in zip(op.outputs, bodies[kernel.place].shards, strict=True):
+                if inner is not None and (root := roots_inside[inner]) is not None:
+                    roots[entry] = root
+    return gathers, roots
 
 
 def _score_copies(program: SizedProgram) -> dict[int, Any]:
@@ -219,18 +321,55 @@ def _delays(
     return delays
 
 
+def _after_gradients(fused: FusedProgram, of_gradients: set[int], delays: Mapping[int, int]) -> dict[int, int]:
+    """Returns the place of each matmul to that of a gradient that is made of the same array just after it.
+
+    XLA makes the gradient first, if its collective waits for no other one: the collective then runs meanwhile.
+    """
+    places: dict[int, int] = {}
+    matmuls = [kernel for kernel in fused.kernels if kernel.op.matmul and not kernel.is_copy]
+    for kernel, following in pairwise(matmuls):
+        makes_gradient = not of_gradients.isdisjoint(following.op.outputs)
+        if makes_gradient and following.leaves & kernel.leaves and delays.get(following.place) == following.place:
+            places[kernel.place] = following.place
+    return places
+
+
+def _late_matmuls(fused: FusedProgram) -> dict[int, int]:
+    """Returns the place of each matmul of a backward loop to that before the first matmul that reads its result.
+
+    XLA runs such a matmul last: the gradient of the values in attention, which only their projection reads, after
+    those of queries and keys. What it reads is kept until then. Gradients of parameters, which no matmul reads, are
+    not moved.
+    """
+    first_reads: dict[int, int] = {}  # by array that leads to a matmul
+    places: dict[int, int] = {}
+    for kernel in reversed(fused.kernels):
+        op, place = kernel.op, kernel.place
+        readers = [first_reads[entry] for entry in op.outputs if entry in first_reads]
+        is_movable = (op.matmul is not None or op.name == "transpose") and not kernel.is_copy
+        if is_movable and readers and min(readers) - 1 > place:
+            place = places[kernel.place] = min(readers) - 1
+        if op.kind in ("heavy", "loop") or readers:
+            first_reads |= {leaf: min(place, first_reads.get(leaf, place)) for leaf in kernel.leaves}
+    return places
+
+
 def _gradient_arrays(fused: FusedProgram, gradients: Collection[int]) -> set[int]:
     return {leaf for entry in gradients for leaf in fused.leaves[entry]}
 
 
-def _bodies(fused: FusedProgram, rows: float, params: set[int]) -> tuple[dict[int, _Amounts], set[int]]:
+def _bodies(fused: FusedProgram, rows: float, params: set[int], loop: str) -> tuple[dict[int, _Amounts], set[int]]:
     """Returns the amounts of one iteration of each loop, by its index, and arrays that depend on parameters alone."""
     bodies, of_params = {}, params
     for kernel in fused.kernels:
         op = kernel.op
         if op.body is not None:
             inner = {entry for entry, outer in zip(op.body.inputs, op.inputs, strict=True) if outer in of_params}
-            bodies[kernel.place], outputs = _program_amounts(op.body, rows, inner, ())
+            layers = inner.intersection(op.body.inputs[len(op.body.inputs) - op.scanned :])
+            bodies[kernel.place], outputs = _program_amounts(
+                op.body, rows, inner, layers, (), loop="backward" if op.backward or loop == "backward" else "forward"
+            )
             of_params |= {entry for entry, alone in zip(op.outputs, outputs, strict=True) if alone}
         elif kernel.leaves and kernel.leaves <= of_params:
             of_params |= {*op.outputs}
