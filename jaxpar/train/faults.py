@@ -20,8 +20,8 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,10 @@ LOWER_RATE = (
     'run.changed = ["optimizer.learning_rate", "optimizer.warmup"]'
 )
 # embeddings and losses of Flax and optax are nan for an id outside of their range, in whichever step it comes
-IDS_IN_RANGE = "labels within 0..classes - 1 and tokens within 0..vocab - 1 (in place of -100, 0 and a mask)"
+IDS_IN_RANGE = (
+    "labels within 0..classes - 1 and tokens within 0..vocab - 1 "
+    "(targets that do not count are 0 with a mask of 0, not -100)"
+)
 LAG = 2  # a limit uses losses up to two steps earlier: the same ones on every layout and after every resume
 
 
@@ -48,8 +51,9 @@ class Faults:
       on_bad_step: Reaction if loss, gradients or parameters are NaN or infinite, or the loss is a spike: stop; skip
         (drop the update and go on with the next batch); or rollback (restore the newest checkpoint, or the one before
         it if its first step is bad again, and skip the batches since it).
-      on_bad_batch: Reaction to invalid values in a batch, which are detected before the step: stop, or skip (the next
-        batch takes its place, and all later batches move up).
+      on_bad_batch: Reaction to invalid values in a batch, which a job detects before the step: stop, or skip (the next
+        batch takes its place, and all later batches move up). It takes NaN and infinities for corrupt. `jp.fit` checks
+        batches before the step only with skip, as a mask may be -inf and a missing label NaN.
       spike: A loss above `spike` times the median of the last 32 good losses is bad; 0 disables the check.
       skips: Most steps or batches skipped in a row; one more stops the run.
       rollbacks: Most rollbacks of a run; one more stops it.
@@ -127,8 +131,13 @@ class Watch:
         usual = statistics.median(known) if len(known) >= FEWEST else 0.0
         return self.faults.spike * usual if usual > 0 else math.inf
 
-    def judge(self, step: int, values: Mapping[str, float]) -> bool:
+    def judge(self, step: int, values: Mapping[str, float], describe_batch: Callable[[], str] = str) -> bool:
         """Checks the metrics of a step; returns whether it was skipped.
+
+        Args:
+          step: The number of the step, from 1.
+          values: Its metrics.
+          describe_batch: Describes the numbers of its batch that are not finite, if its loss or gradients are not.
 
         Raises:
           BadStep: If its metrics are bad and it was not skipped, or more than `faults.skips` were skipped in a row.
@@ -145,7 +154,12 @@ class Watch:
             return False
         self._in_a_row += skips
         if not skips or self._in_a_row > self.faults.skips:
-            raise BadStep(step, _bad(step, values, limit, self._in_a_row if skips else 0))
+            problem = _bad(step, values, limit, self._in_a_row if skips else 0)
+            finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+            if not finite and (found := describe_batch()):
+                got, fix = f"{problem.got}; in its batch {found}", f"finite numbers there; or {problem.fix}"
+                problem = replace(problem, got=got, fix=fix)
+            raise BadStep(step, problem)
         self.skipped += 1
         return True
 

@@ -16,6 +16,7 @@ Reading ahead changes when a batch is read, not which batch: losses are equal bi
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
@@ -117,6 +118,23 @@ class Feed:
                 skipped = _skip_batch(self, f"the batch of step {step + 1}", error, passed)
                 skipped.skip(draw, error.problems[0].got)
 
+    def describe_nonfinite(self, step: int, batch: Batch) -> str:
+        """Describes the first number of each array that is not finite, in the batch of a run whose batch never grows.
+
+        Args:
+          step: The step, from 0.
+          batch: This process's rows of its batch.
+        """
+        index = step if self.skipped is None else self.skipped.batch_index(step)
+        found = []
+        for name, value in batch.items():
+            try:
+                numbers = {name: np.asarray(value)}
+                BatchSpec().check(numbers, partial(_position, self.source, self.size, index), self.rows)
+            except CorruptBatch as error:
+                found.append(error.problems[0].got)
+        return ", ".join(found)
+
     def read_evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns this process's rows of the index-th held-out batch, on the host."""
         with self._one:
@@ -206,12 +224,14 @@ class Reader:
       feed: Reads and places the batches.
       ahead: Number of batches that a thread reads ahead; 0 starts no thread.
       last: The last step of the run; no batch beyond it is read.
+      kept: Number of newest batches that `describe_batch` knows; 0 keeps none in memory.
     """
 
-    def __init__(self, feed: Feed, *, ahead: int, last: int):
+    def __init__(self, feed: Feed, *, ahead: int, last: int, kept: int = 0):
         self.feed, self.ahead, self.last = feed, ahead, last
         self._pool = ThreadPoolExecutor(1, "batches") if ahead else None
         self._wanted_rows: dict[int, Future] = {}
+        self._recent: deque[tuple[int, Batch]] = deque(maxlen=kept)
 
     def __enter__(self) -> "Reader":
         return self
@@ -236,11 +256,20 @@ class Reader:
           JaxparError: If reading the batch raised it.
         """
         began = time.perf_counter()
-        batch = self.feed.to_global_arrays(self._read(step))
+        read = self._read(step)
+        self._recent.append((step, read))
+        batch = self.feed.to_global_arrays(read)
         waited = time.perf_counter() - began
         arrays = [value for value in (last_metrics or {}).values() if isinstance(value, jax.Array)]
         done = all(array.is_ready() for array in arrays)  # pyright: ignore[reportAttributeAccessIssue]
         return batch, waited if done else 0.0
+
+    def describe_batch(self, step: int) -> str:
+        """Returns the first number of each array that is not finite in the batch of a step, from 0.
+
+        It is empty if all numbers are finite, or the batch is no longer kept. A process describes its own rows.
+        """
+        return "; ".join(self.feed.describe_nonfinite(at, batch) for at, batch in self._recent if at == step)
 
     def _read(self, step: int) -> Any:
         if self._pool is None:

@@ -13,6 +13,7 @@ import collections
 import math
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -61,7 +62,9 @@ def run(job: Run, state: State) -> Outcome:
         while True:
             start = int(state.step)
             try:
-                with Reader(feed, ahead=job.ahead, last=job.steps) as reader:
+                # batches that were not checked before their steps are kept until their metrics arrive
+                kept = IN_FLIGHT if job.good is None and not job.growth.phases else 0
+                with Reader(feed, ahead=job.ahead, last=job.steps, kept=kept) as reader:
                     return _train_until_end(job, state, feed, reader, stop)
             except (JaxparError, jax.errors.JaxRuntimeError) as error:
                 if is_out_of_memory(error) and job.step.explain:
@@ -76,7 +79,7 @@ def run(job: Run, state: State) -> Outcome:
 def _train_until_end(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
     """Trains until the run ends; a bad step raises."""
     start = int(state.step)
-    rows = _RowsInFlight(job)
+    rows = _RowsInFlight(job, reader)
     stopped: str | None = None
     due, postponed = SaveSchedule(job.checkpoints, start=start), False
 
@@ -135,8 +138,8 @@ def _train_until_end(job: Run, state: State, feed: Feed, reader: Reader, stop: S
 class _RowsInFlight:
     """The metrics of steps that the devices still compute, and the newest row that was written."""
 
-    def __init__(self, job: Run):
-        self.job, self.newest = job, {}  # a list of all rows would grow without bound
+    def __init__(self, job: Run, reader: Reader):
+        self.job, self.reader, self.newest = job, reader, {}  # a list of all rows would grow without bound
         self._flying: collections.deque[tuple[int, Any, float]] = collections.deque()
         self.restart_clock()
 
@@ -162,7 +165,9 @@ class _RowsInFlight:
             step, metrics, waited = self._flying.popleft()
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             now = time.perf_counter()
-            self.newest = _row(self.job, step, values | {"input_wait_seconds": waited}, now - self._clock)
+            values["input_wait_seconds"] = waited
+            describe_batch = partial(self.reader.describe_batch, step - 1)
+            self.newest = _row(self.job, step, values, now - self._clock, describe_batch)
             self._clock = now
             if self.job.log:
                 self.job.log.write(self.newest)
@@ -295,9 +300,11 @@ def evaluation_totals(job: Run, state: State, feed: Feed, stop: Stop | None = No
     return totals
 
 
-def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
+def _row(
+    job: Run, step: int, values: dict[str, float], seconds: float, describe_batch: Callable[[], str]
+) -> dict[str, Any]:
     update = step - 1 - job.watch.skipped  # in the optimizer's step count, which skipped steps do not advance
-    skipped = job.watch.judge(step, values)
+    skipped = job.watch.judge(step, values, describe_batch)
     values = {name: value for name, value in values.items() if name != "skipped"}
     if learns_nothing(values) and job.progress:
         job.progress.say(

@@ -5,6 +5,7 @@ import pydoc
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -272,16 +273,33 @@ def test_what_is_wrong_is_refused_with_the_way_out(case, tmp_path):
     assert all(problem.rule and problem.fix for problem in caught.value.problems)
 
 
-def test_a_fit_finds_a_batch_that_is_not_finite_before_its_step_and_may_skip_it(tmp_path, capsys):
+def test_a_fit_names_what_is_not_finite_in_the_batch_of_a_bad_step_and_may_skip_it(tmp_path, capsys):
     x = np.arange(64.0 * 8, dtype=np.float32).reshape(64, 8) / 512
     damaged = {"x": x.copy(), "y": x}
     damaged["x"][37, 3] = np.nan
-    with pytest.raises(jp.JaxparError, match=r"is corrupt: x\[\d, 3\] is nan \(row \d, example 37 of "):
+    named = (
+        r"step \d is nan \(grad_norm nan\); in its batch x\[\d, 3\] is nan \(row \d, example 37 of yours:data; 1 such\)"
+    )
+    with pytest.raises(jp.JaxparError, match=named):
         jp.fit(step_of(fsdp=8), damaged, steps=8, batch=8, held_out=0)
     faults = Faults(on_bad_batch="skip")
     outcome = jp.fit(step_of(fsdp=8), damaged, steps=8, batch=8, held_out=0, faults=faults, run=tmp_path)
     assert np.isfinite(outcome.last["loss"])
     assert "example 37 of yours:data; 1 such); passed over" in capsys.readouterr().out
+
+
+def masked_loss(model, batch):
+    outputs = jax.nn.softmax(model(batch["x"]) + batch["mask"])
+    counts = jnp.isfinite(batch["y"])
+    return (jnp.where(counts, outputs - jnp.where(counts, batch["y"], 0.0), 0.0) ** 2).sum(), counts.sum()
+
+
+def test_a_fit_trains_and_evaluates_on_masks_of_infinities_and_labels_that_are_missing():
+    x = np.arange(64.0 * 8, dtype=np.float32).reshape(64, 8) / 512
+    data = {"x": x, "y": np.where(x < 0.3, np.nan, x), "mask": np.where(np.arange(8) < 6, 0.0, -np.inf) + 0 * x}
+    step = jp.train_step(jp.compose(Net, jp.Parallel(fsdp=8)), masked_loss, OPTIMIZER)
+    outcome = jp.fit(step, data, steps=4, batch=8, held_out=0.25, sets={"far": data})
+    assert np.isfinite([outcome.last[name] for name in ("loss", "eval_loss", "eval_far_loss")]).all()
 
 
 @pytest.mark.slow

@@ -100,7 +100,8 @@ def fit(
       sets: Evaluation sets by name, evaluated as eval_NAME_loss: a `jp.Data` (all of it), an object with
         `evaluation(index, size)`, a dataset indexed by number, a dict of arrays, or an iterable of batches.
       best: The comparison of evaluations, and the patience of early stopping; None compares as `checkpoints` does.
-      faults: The reaction to losses that are NaN, infinite or a spike, and to batches with such numbers; None stops.
+      faults: The reaction to losses that are NaN, infinite or a spike, and to corrupt batches. None stops at such a
+        loss, names the numbers of its batch that are not finite, and checks no batch before its step.
       loggers: Objects with `log(step, values)`, or names: tensorboard, wandb, mlflow, trackio. They need `run`.
       show_every: Steps between two printed lines.
       profile: (first, last): the profiler of JAX traces these steps, both of them and those between, to RUN/profile.
@@ -134,7 +135,8 @@ def fit(
             step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=eval_sets,
             checkpoints=checkpoints, store=store, log=log, progress=progress, best=best,
             watch=Watch(faults or Faults(), log.recent if log else [], span=steps, skipped=log.skipped if log else 0),
-            good=BatchSpec(), skipped=SkippedBatches(folder, fresh=not first) if folder else None,
+            good=BatchSpec() if faults and faults.on_bad_batch == "skip" else None,
+            skipped=SkippedBatches(folder, fresh=not first) if folder else None,
             trace=StepTrace(folder if is_first() else None, profile, progress.say),
         )  # fmt: skip
         return _train(settings, progress, state, first)
