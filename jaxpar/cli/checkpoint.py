@@ -27,7 +27,7 @@ def add(verbs) -> None:
     """Adds the verb and its subcommands to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "checkpoint",
-        help="ls, show, verify, diff and export: what checkpoints of a run there are, and copies of them",
+        help="list, show, verify, compare or export the checkpoints of a run (ls, show, verify, diff, export)",
         description="List, show, verify, compare and copy the checkpoints of a run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

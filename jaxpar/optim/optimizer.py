@@ -1,4 +1,4 @@
-"""The optimizer settings of a job, from which `chain` builds an optax chain, and the growth of its batch.
+"""The optimizer settings of a job, from which `optax_chain` builds an optax chain, and the growth of its batch.
 
 A batch may grow in phases, instead of a learning rate that decreases:
 

@@ -3,7 +3,7 @@
     hidden [batch, seq, dim] ─► chunks of tokens ─► logits [chunk, vocab] ─► losses, and gradients at once
                                      └──────────────── scan ────────────────┘
 
-    model_protocol    the model's protocol: a method `hidden`, and the path of its head in `head_name`
+    head_protocol     the model's protocol: a method `hidden`, and the path of its head in `head_name`
     token_sharding    the sharding of tokens and vocabulary in a step, and the chunks for it
     chunks            the sum of losses over chunks, with a custom backward pass
 
