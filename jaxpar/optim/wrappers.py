@@ -49,7 +49,7 @@ _COUNTS = (optax.ScaleByScheduleState, InjectStatefulHyperparamsState, optax.con
 LAYERWISE = ("adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3")
 
 
-def check_chain(optimizer: object, got: str) -> None:
+def check_optimizer_type(optimizer: object, got: str) -> None:
     """Checks that an optimizer is an optax chain.
 
     Args:
@@ -57,15 +57,17 @@ def check_chain(optimizer: object, got: str) -> None:
       got: The argument as the error shows it.
 
     Raises:
-      JaxparError: If it is none; for the function that returns a chain, and for `optax.MultiSteps`, with the call that
-        makes one of it.
+      JaxparError: If it is none; for an optimizer's function, and for `optax.MultiSteps`, with the call that makes a
+        chain of it.
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return
-    fix = "optax.adamw(3e-4)"
-    if isinstance(optimizer, optax.MultiSteps):
+    from jaxpar.optim.optax_lookup import optimizers  # a step does not need the table
+
+    fix, name = "optax.adamw(3e-4)", getattr(optimizer, "__name__", "")
+    if optimizer is optax.MultiSteps or isinstance(optimizer, optax.MultiSteps):
         fix = "optax.MultiSteps(...).gradient_transformation()"
-    elif (name := getattr(optimizer, "__name__", "")) and getattr(optax, name, None) is optimizer:
+    elif name in optimizers() and getattr(optax, name, None) is optimizer:
         fix = f"optax.{name}(3e-4)"
     raise refuse(got, rule="an optimizer is an optax chain", fix=fix)
 
@@ -83,7 +85,7 @@ def freeze(
     Raises:
       JaxparError: When its state is initialized, if a pattern matches no parameter or no parameter is trained.
     """
-    check_chain(optimizer, f"freeze({optimizer!r:.60}, ...)")
+    check_optimizer_type(optimizer, f"freeze({optimizer!r:.60}, ...)")
     frozen, trained = as_patterns("freeze", paths), as_patterns("freeze, but", but)
 
     def labels(params):

@@ -16,7 +16,7 @@ from jaxpar.exchange.replica_mesh import piece_spec
 from jaxpar.mesh.collective import ShardShape, Traffic, piece_dim
 from jaxpar.optim.eval_params import eval_arrays, eval_params
 from jaxpar.optim.step_inputs import explain_static_arguments
-from jaxpar.optim.wrappers import check_chain
+from jaxpar.optim.wrappers import check_optimizer_type
 from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.state_specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.sharding.names import Tree, path_of, shard_shape
@@ -89,7 +89,7 @@ def check_seed(seed: int) -> int:
 
 def initializer(layout: Layout, optimizer: optax.GradientTransformation):
     """Returns a pure function that maps a random key to the initial state."""
-    check_chain(optimizer, f"optimizer={optimizer!r:.80}")
+    check_optimizer_type(optimizer, f"optimizer={optimizer!r:.80}")
 
     def init(key) -> State:
         params, model_state = layout.blueprint.init(key)

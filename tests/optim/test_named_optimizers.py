@@ -22,6 +22,7 @@ from jaxpar.optim import optax_chain
 from jaxpar.optim.optax_lookup import LOSS, needs_loss, optimizers, schedules
 from jaxpar.optim.optimizer import SETTINGS, Optimizer, RateSchedule
 from jaxpar.optim.step_inputs import rate_follows_steps, update
+from jaxpar.optim.wrappers import check_optimizer_type
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.sharding.names import leaves_by_path, nest
 from jaxpar.step.losses import next_token_loss
@@ -226,6 +227,40 @@ def test_a_wrong_name_or_argument_is_refused_with_the_nearest_or_the_signature(o
 def test_what_is_wrong_with_an_optimizer_is_said_with_the_rest():
     wrong = loads(f'{DECODER}\n[train]\nfreeze = ["embed"]\nloss = "next"\n[optimizer]\nname = "adagrd"')
     assert [problem.got for problem in check(wrong)] == ["train.loss = 'next'", 'optimizer.name = "adagrd"']
+
+
+ADAMW, SEVERAL = "optax.adamw(3e-4)", "optax.MultiSteps(...).gradient_transformation()"
+NO_CHAINS = {
+    "an optimizer's function": (optax.adam, "optax.adam(3e-4)"),
+    "the class of several steps": (optax.MultiSteps, SEVERAL),
+    "several steps": (optax.MultiSteps(optax.sgd(0.1), 2), SEVERAL),
+    "a chain's function": (optax.chain, ADAMW),
+    "clipping": (optax.clip_by_global_norm, ADAMW),
+    "a loss": (optax.softmax_cross_entropy, ADAMW),
+    "a schedule": (optax.cosine_decay_schedule, ADAMW),
+    "injection": (optax.inject_hyperparams, ADAMW),
+    "a line search": (optax.lbfgs, ADAMW),
+    "a rate": (3e-4, ADAMW),
+}
+
+
+@pytest.mark.parametrize("case", NO_CHAINS)
+def test_what_is_no_chain_is_refused_with_a_call_that_makes_one(case):
+    optimizer, fix = NO_CHAINS[case]
+    with pytest.raises(JaxparError) as caught:
+        check_optimizer_type(optimizer, "optimizer=...")
+    assert caught.value.problems[0].fix == fix
+
+
+@pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")  # of noisy_sgd
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_the_call_that_is_named_for_an_optimizers_function_makes_a_chain():
+    for name in optimizers().keys() & vars(optax).keys():
+        with pytest.raises(JaxparError) as caught:
+            check_optimizer_type(getattr(optax, name), "optimizer=...")
+        fix = caught.value.problems[0].fix
+        assert fix == f"optax.{name}(3e-4)"
+        assert isinstance(eval(fix), optax.GradientTransformation)
 
 
 def test_steps_of_many_updates_take_no_optimizer_that_counts_its_own():
