@@ -7,6 +7,7 @@ GPT-2            learned   layer  no     yes       yes
 The other families, as settings: `models/huggingface/families.py`.
 """
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -237,7 +238,8 @@ def layer_kinds(settings: DecoderConfig) -> tuple[LayerKind, ...]:
     """Returns the kinds of a decoder's layers, which repeat over its layers."""
     s = settings
     kinds = []
-    yarn, long = s.rope_yarn if s.rope_yarn.factor else None, s.rope_long if s.rope_long.seq else None
+    yarn = s.rope_yarn if s.rope_yarn.factor else None
+    long = replace(s.rope_long, attention_factor=s.rope_long.magnitude(s.seq)) if s.rope_long.seq else None
     for window, base, factor in s.layer_attention:
         rotates = s.position == "rotary" and base > 0
         rope = Rope(base, tuple(s.rope_stretch), factor, s.rope_share, yarn, long) if rotates else None

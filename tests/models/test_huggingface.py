@@ -22,7 +22,8 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.run_weights import start_from_params
-from jaxpar.models.decoder import Decoder
+from jaxpar.models.decoder import Decoder, layer_kinds
+from jaxpar.models.huggingface.config import differences, make_config, read_settings
 from jaxpar.models.huggingface.param_mapping import param_mappings
 from jaxpar.models.huggingface.safetensors import DTYPES, TensorSource, entries, write
 from jaxpar.models.huggingface.weights import export, load
@@ -299,6 +300,29 @@ def test_longrope_has_the_names_of_phi_3_s_folders(kind, tmp_path):
     long = settings.rope_long
     assert (long.seq, long.short, long.long) == (16, (1.0, 1.5), (2.0, 4.0))
     assert long.attention_factor == pytest.approx((1 + np.log(64 / 16) / np.log(16)) ** 0.5)
+
+
+def long_phi3(seq, **long):
+    long = {"seq": 16, "short": [1.0, 1.5], "long": [2.0, 4.0]} | long
+    return replace(load(SAVED / "phi3").settings, seq=seq, rope_long=long)
+
+
+@pytest.mark.parametrize(("seq", "expected"), [(64, 1.5**0.5), (16, 1.0), (8, 1.0)])
+def test_an_exported_phi3_has_the_attention_factor_that_transformers_computes(seq, expected):
+    settings = long_phi3(seq)
+    assert [kind.rope.magnitude for kind in layer_kinds(settings)] == [pytest.approx(expected)]
+    config = make_config(settings, "float32", origin="phi3")[1]
+    assert differences(settings, read_settings(config)[1]) == []
+    assert make_config(long_phi3(seq, attention_factor=expected), "float32", origin="phi3")[1] == config
+    assert config["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    transformers = pytest.importorskip("transformers", reason="without transformers nothing reads the folder")
+    assert transformers.Phi3Config(**config).max_position_embeddings == seq
+
+
+def test_an_attention_factor_that_no_phi3_folder_has_is_refused():
+    refused(lambda: make_config(long_phi3(64, attention_factor=2.0), "float32", origin="phi3"),
+            "rope_long.attention_factor = 2.0 with model.seq = 64", "here it is 1.22474",
+            "rope_long.attention_factor = 0")  # fmt: skip
 
 
 def test_rotary_frequencies_are_scaled_in_one_way():

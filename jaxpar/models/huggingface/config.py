@@ -123,6 +123,8 @@ def _resolve(settings: DecoderConfig) -> dict[str, Any]:
     yarn = settings.rope_yarn
     if yarn.factor:
         values["rope_yarn"] = dataclasses.replace(yarn, attention_factor=yarn.magnitude)
+    if (long := settings.rope_long).seq:
+        values["rope_long"] = dataclasses.replace(long, attention_factor=long.magnitude(settings.seq))
     values |= {"kv_heads": settings.kv_heads or settings.heads, "head_dim": settings.head_width}
     values |= {
         "hidden": settings.width,

@@ -8,6 +8,7 @@ Source: modeling_rope_utils.py of transformers 4.57.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxpar.errors import refuse
@@ -97,10 +98,6 @@ ROPE = Conversion(("rope_scaling",), _read_rope, _write_rope)
 # LongRoPE's attention factor follows from the two lengths; transformers 4 takes no other one of a Phi-3.
 
 
-def _default_attention_factor(seq: int, original: int) -> float:
-    return math.sqrt(1 + math.log(seq / original) / math.log(original)) if seq > original > 1 else 1.0
-
-
 def _read_longrope(config: Config) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
     if not scaling:
@@ -116,12 +113,10 @@ def _read_longrope(config: Config) -> dict[str, Any]:
             fix="another model",
         )
     original = integer(config, ORIGINAL) or LONGROPE_SEQ
-    default = _default_attention_factor(integer(config, LONGEST) or LONGROPE_SEQ, original)
-    long = LongRopeConfig(
-        seq=original, short=tuple(rope["short_factor"]), long=tuple(rope["long_factor"]),
-        attention_factor=number(rope, "attention_factor", default),
-    )  # fmt: skip
-    return {"rope_long": long}
+    long = LongRopeConfig(seq=original, short=tuple(rope["short_factor"]), long=tuple(rope["long_factor"]))
+    # a number, so that a run with another model.seq has the factor of its folder
+    default = long.magnitude(integer(config, LONGEST) or LONGROPE_SEQ)
+    return {"rope_long": replace(long, attention_factor=number(rope, "attention_factor", default))}
 
 
 def _write_longrope(settings: DecoderConfig) -> dict[str, Any]:
@@ -129,8 +124,14 @@ def _write_longrope(settings: DecoderConfig) -> dict[str, Any]:
     if not long.seq:
         return _write_rope(settings)
     keys: dict[str, Any] = {"short_factor": list(long.short), "long_factor": list(long.long)}
-    if long.attention_factor != _default_attention_factor(settings.seq, long.seq):
-        keys["attention_factor"] = long.attention_factor
+    default = replace(long, attention_factor=0.0).magnitude(settings.seq)
+    if not math.isclose(long.magnitude(settings.seq), default, rel_tol=1e-6):
+        raise refuse(
+            f"rope_long.attention_factor = {long.attention_factor} with model.seq = {settings.seq}",
+            rule="the attention factor of a Phi-3 folder follows from max_position_embeddings, which is model.seq, and "
+            f"{ORIGINAL}, which is rope_long.seq = {long.seq}: here it is {default:.6g}",
+            fix="model.seq of the folder that the run started from, or rope_long.attention_factor = 0",
+        )
     parameters = {"rope_type": "longrope", **keys, ORIGINAL: long.seq, "rope_theta": settings.rope_base}
     return {"rope_scaling": {"type": "longrope", **keys}, ORIGINAL: long.seq, "rope_parameters": parameters}
 

@@ -70,17 +70,17 @@ class LongRopeConfig(Keywords):
       seq: The original context length (original_max_position_embeddings); 0 for no LongRoPE.
       short: Factor of each pair in sequences of at most `seq` tokens, by which its frequency is divided.
       long: The same in longer sequences.
-      attention_factor: Factor of the rotated queries and keys, of any length.
+      attention_factor: Factor of the rotated queries and keys, of any length; 0 means sqrt(1 + ln(L / seq) / ln(seq))
+        of a model whose `seq` is L, or 1 if L is not longer.
     """
 
     seq: int = 0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
-    attention_factor: float = 1.0
+    attention_factor: float = 0.0
 
     def __post_init__(self):
-        if self.seq:
-            check_ranges(self, "model.rope_long", {"seq": (1, 1e9), "attention_factor": (1e-6, 1e6)})
+        check_ranges(self, "model.rope_long", {"seq": (0, 1e9), "attention_factor": (0, 1e6)})
         for name in ("short", "long"):
             values = getattr(self, name)
             is_list = isinstance(values, (list, tuple)) and (values or not self.seq)
@@ -91,3 +91,9 @@ class LongRopeConfig(Keywords):
                     fix=f"{name} = [1.0, ...], or seq = 0",
                 )
             object.__setattr__(self, name, tuple(values))
+
+    def magnitude(self, seq: int) -> float:
+        """Factor of the rotated queries and keys of a model for sequences of `seq` tokens."""
+        if self.attention_factor:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(seq / self.seq) / math.log(self.seq)) if seq > self.seq > 1 else 1.0
