@@ -332,6 +332,28 @@ def test_rotary_frequencies_are_scaled_in_one_way():
     refused(lambda: replace(LLAMA, rope_base=1.0, rope_yarn=YarnConfig(factor=2.0, seq=8)), "rope_base of 1")
 
 
+LONG = {"seq": 8, "short": [1.0] * 2, "long": [2.0] * 2}
+# settings, what is said
+UNUSED = [
+    ({"rope_yarn": {"seq": 32}}, "rope_yarn.seq = 32 without rope_yarn.factor"),
+    ({"rope_yarn": {"attention_factor": -1.0}}, "rope_yarn.attention_factor = -1.0 without rope_yarn.factor"),
+    ({"rope_yarn": {"factor": 4.0, "seq": 32, "attention_factor": -1.0}}, "model.rope_yarn.attention_factor = -1.0"),
+    ({"rope_yarn": {"factor": "4", "seq": 32}}, "factor is a number"),
+    ({"rope_yarn": {"factor": 4.0, "seq": 32, "truncate": "no"}}, "rope_yarn.truncate = 'no'"),
+    ({"rope_yarn": [4.0]}, "rope_yarn = [4.0]", "YarnConfig", "factor, seq"),
+    ({"rope_long": 8}, "rope_long = 8", "LongRopeConfig"),
+    ({"rope_long": {"short": [1.0], "long": [2.0]}}, "rope_long.short = (1.0,)", "without rope_long.seq"),
+    ({"rope_long": LONG | {"attention_factor": -1.0}}, "model.rope_long.attention_factor = -1.0"),
+    ({"rope_yarn": {"factor": 4.0, "seq": 32}, "position": "learned"}, 'rope_yarn with position = "learned"'),
+    ({"rope_long": LONG, "position": "learned"}, 'rope_long with position = "learned"'),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), [(settings, words) for settings, *words in UNUSED])
+def test_scalings_that_would_be_ignored_are_refused(settings, words):
+    refused(lambda: replace(LLAMA, **settings), *words)
+
+
 def test_a_norm_is_shared_by_parts_that_read_the_same_stream():
     refused(lambda: replace(LLAMA, shared_norm=True), "shared_norm, parallel_residual = False")
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
@@ -147,6 +147,12 @@ class DecoderConfig(Keywords):
         for name, config in (("experts", ExpertsConfig), ("rope_yarn", YarnConfig), ("rope_long", LongRopeConfig)):
             if isinstance(values := getattr(self, name), Mapping):
                 object.__setattr__(self, name, config(**values))
+            elif not isinstance(values, config):
+                raise refuse(
+                    f"{name} = {values!r:.60}",
+                    rule=f"{name} is a dict of settings, or a {config.__name__}",
+                    fix=f"{name} = {{}}, or its keys: {', '.join(key.name for key in fields(config))}",
+                )
         high = 2**31 - 1
         check_ranges(
             self,
@@ -249,6 +255,12 @@ def _check_frequencies(config: DecoderConfig) -> None:
     scalings = {"rope_stretch": stretch, "rope_yarn": config.rope_yarn.factor, "rope_long": config.rope_long.seq}
     if len(names := [name for name, value in scalings.items() if value]) > 1:
         raise refuse(" and ".join(names), rule="rotary frequencies are scaled in one way", fix=f"{names[0]} alone")
+    if config.position == "learned" and (names := [name for name in ("rope_yarn", "rope_long") if scalings[name]]):
+        raise refuse(
+            f'{names[0]} with position = "learned"',
+            rule=f"{names[0]} scales the frequencies of rotary positions",
+            fix=f'position = "rotary", or no {names[0]}',
+        )
     if config.rope_yarn.factor and min(base for base in (config.rope_base, *config.rope_bases) if base) <= 1:
         raise refuse(
             "rope_yarn with a rope_base of 1",

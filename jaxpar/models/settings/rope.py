@@ -1,7 +1,7 @@
 """The settings of rotary positions whose frequencies are scaled for a longer context: YaRN and LongRoPE."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from jaxpar.errors import Keywords, check_ranges, refuse
 
@@ -28,7 +28,15 @@ class YarnConfig(Keywords):
     attention_factor: float = 0.0
 
     def __post_init__(self):
+        if type(self.truncate) is not bool:
+            raise refuse(
+                f"rope_yarn.truncate = {self.truncate!r:.60}",
+                rule="truncate is a bool",
+                fix="rope_yarn.truncate = True, or False",
+            )
+        check_ranges(self, "model.rope_yarn", {"factor": (0, 1e9)})
         if not self.factor:
+            _check_unused(self, "rope_yarn", key="factor", rule="YaRN has a factor", fix="rope_yarn.factor = 4.0")
             return
         check_ranges(
             self,
@@ -81,6 +89,12 @@ class LongRopeConfig(Keywords):
 
     def __post_init__(self):
         check_ranges(self, "model.rope_long", {"seq": (0, 1e9), "attention_factor": (0, 1e6)})
+        self._check_lists()
+        if not self.seq:
+            rule = "LongRoPE has the original context length"
+            _check_unused(self, "rope_long", key="seq", rule=rule, fix="rope_long.seq = 4096")
+
+    def _check_lists(self):
         for name in ("short", "long"):
             values = getattr(self, name)
             is_list = isinstance(values, (list, tuple)) and (values or not self.seq)
@@ -97,3 +111,11 @@ class LongRopeConfig(Keywords):
         if self.attention_factor:
             return self.attention_factor
         return math.sqrt(1 + math.log(seq / self.seq) / math.log(self.seq)) if seq > self.seq > 1 else 1.0
+
+
+def _check_unused(config: YarnConfig | LongRopeConfig, name: str, *, key: str, rule: str, fix: str) -> None:
+    """Checks that settings without the number that turns the scaling on are the defaults."""
+    unused = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
+    if unused:
+        got = ", ".join(f"{name}.{setting} = {getattr(config, setting)!r:.60}" for setting in unused)
+        raise refuse(f"{got} without {name}.{key}", rule=rule, fix=f"{fix}, or no {name}")
