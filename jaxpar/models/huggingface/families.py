@@ -227,12 +227,14 @@ GEMMA_ACT = activation("hidden_activation", "hidden_act", "sliding_window_size",
 
 
 # Gemma was trained with gelu by tanh, whatever the `hidden_act` of its first folders says: most versions of
-# transformers read `hidden_activation` alone, and null as tanh, but 4.57 reads `hidden_act`. Both are written.
+# transformers read `hidden_activation` alone, and null as tanh, but 4.57 reads `hidden_act`. Both are written. Beside
+# `hidden_activation`, the `gelu` of the first folders says nothing.
 
 
 def _read_gemma1_activation(config: Config) -> dict[str, Any]:
     new, old = GEMMA_ACT.read(config), ACT.read({"hidden_act": "gelu_pytorch_tanh", **config})
-    if config.get("hidden_activation") is not None and "hidden_act" in config and new != old:
+    legacy = config.get("hidden_act") == "gelu"
+    if config.get("hidden_activation") is not None and "hidden_act" in config and not legacy and new != old:
         got = f"hidden_activation = {config['hidden_activation']!r:.40}, hidden_act = {config['hidden_act']!r:.40}"
         raise refuse(got, rule=RULE, fix="one activation in both")
     return new
