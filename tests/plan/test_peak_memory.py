@@ -19,6 +19,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import memory
+from jaxpar.plan.model.layer_bytes import logit_chunks
 from jaxpar.plan.model.shape import Shape
 
 gpu_compiler = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
@@ -76,6 +77,18 @@ def test_logits_are_counted_in_chunks_where_a_step_makes_them_so():
     assert whole.logits == 2 * 2 * shape.seq * shape.vocab  # in 16 bits, their gradient in their place
     assert chunks.logits <= 2**30  # a chunk's, and their gradient
     assert chunks.gradients - whole.gradients == pytest.approx(4 * shape.vocab * shape.dim)
+
+
+@pytest.mark.parametrize("head", [{"head_bias": True}, {"logits_softcap": 30.0}])
+def test_logits_of_a_head_with_a_bias_or_a_softcap_are_counted_without_chunks(head):
+    plain = jp.DecoderConfig(vocab=51200, seq=2048, layers=2, dim=1024, heads=16)
+    settings = replace(plain, **head)
+    shapes = [Shape.from_settings(each) for each in (plain, settings)]
+    chunked, whole = (memory(shape, Candidate(microbatch=16), JAXPAR_FUSED).logits for shape in shapes)
+    assert chunked <= 2**30
+    assert whole == 4 * 16 * 2048 * 51200
+    assert logit_chunks(16 * 2048, 51200, JAXPAR_FUSED) > 1
+    assert logit_chunks(16 * 2048, 51200, JAXPAR_FUSED, chunked_head=shapes[1].chunked_head) == 1
 
 
 def test_what_stages_hold_is_the_same_on_all():

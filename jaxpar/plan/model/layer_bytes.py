@@ -114,14 +114,16 @@ def host_bytes(shape: Shape, candidate: Candidate) -> Any:
     return np.where(offloaded, 2 * stream * candidate.layers(shape.layers), 0.0)
 
 
-def logit_chunks(tokens: np.ndarray | float, vocab: np.ndarray | float, software: SoftwareModel) -> Any:
+def logit_chunks(
+    tokens: np.ndarray | float, vocab: np.ndarray | float, software: SoftwareModel, *, chunked_head: bool = True
+) -> Any:
     """Returns the number of chunks in which the loss computes the logits of a device's tokens; 1 if not chunked.
 
     As `Logits` of `jaxpar.models.settings.computing`, except for its search for equal chunks. Only jaxpar's program has
-    chunks.
+    chunks, and only of a head that is a matrix alone (`Shape.chunked_head`).
     """
     size = 4.0 * tokens * vocab
-    return np.where(software.spmd & np.greater(size, LARGEST), np.ceil(size / CHUNK), 1.0)
+    return np.where(software.spmd & chunked_head & np.greater(size, LARGEST), np.ceil(size / CHUNK), 1.0)
 
 
 def updates_in_place(candidate: Candidate, software: SoftwareModel) -> Any:

@@ -300,7 +300,7 @@ def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: Softw
     sums = hardware.stream(
         accumulation_bytes(shape.trained * shape.vocab * shape.dim / vocab_shards, candidate, software)
     )
-    chunks = logit_chunks(count, shape.vocab / vocab_shards, software)
+    chunks = logit_chunks(count, shape.vocab / vocab_shards, software, chunked_head=shape.chunked_head)
     # each chunk reads and writes the sum of the head's gradient
     parameters = shape.trained * shape.vocab * shape.dim / vocab_shards
     sums = sums + hardware.stream(np.greater(chunks, 1) * 2 * SUM * chunks * parameters)

@@ -103,12 +103,14 @@ def moments(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe:
 def _logits(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     """Returns the number of chunks of the loss, and the bytes of logits that exist at once.
 
-    Without chunks: logits in the dtype of matmuls, overwritten by their gradient. With chunks: both, of one chunk.
+    Without chunks: logits in the dtype of matmuls, overwritten by their gradient. With chunks: both, of one chunk. With
+    a head that is never chunked: all of both, which a softcap needs as compiled for H100s; a bias alone needs half.
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     count = tokens * shape.vocab / candidate.tensor / head_shards(candidate)
-    chunks = np.where(4 * count > LARGEST, np.ceil(4 * count / CHUNK), 1)
-    return chunks, np.where(np.greater(chunks, 1), 4 * count / chunks, 2 * count)
+    chunks = np.where(shape.chunked_head & np.greater(4 * count, LARGEST), np.ceil(4 * count / CHUNK), 1)
+    whole = 2 * count if shape.chunked_head else 4 * count
+    return chunks, np.where(np.greater(chunks, 1), 4 * count / chunks, whole)
 
 
 def _gradients_in_backward(

@@ -37,6 +37,7 @@ class Shape:
       vectors: Parameters of a block's norms and biases; -1 means two norms, and biases as `biases` says.
       head_vectors: Parameters of the last norm and of the head's bias; -1 means a norm, with a bias as `biases` says.
       tied: Whether the embedding is also the output matrix.
+      chunked_head: Whether the loss may compute large logits in chunks: not with a bias of the head or a softcap.
       causal: Whether a kernel may skip the half of attention above the diagonal.
       trained: Share of the weights that are trained; frozen weights have no gradients and no update.
     """
@@ -55,6 +56,7 @@ class Shape:
     vectors: int = -1
     head_vectors: int = -1
     tied: bool = False
+    chunked_head: bool = True
     causal: bool = True
     trained: float = 1.0
 
@@ -86,6 +88,7 @@ class Shape:
             learned=settings.position == "learned",
             biases=settings.norm == "layer" and "mlp" in settings.biased_parts,
             vectors=_vectors(settings),
+            chunked_head=not (settings.head_bias or settings.logits_softcap),
             head_vectors=_norm_vectors(settings) + settings.head_bias * settings.vocab_rows,
         )
 
