@@ -118,23 +118,6 @@ class Feed:
                 skipped = _skip_batch(self, f"the batch of step {step + 1}", error, passed)
                 skipped.skip(draw, error.problems[0].got)
 
-    def describe_nonfinite(self, step: int, batch: Batch) -> str:
-        """Describes the first number of each array that is not finite, in the batch of a run whose batch never grows.
-
-        Args:
-          step: The step, from 0.
-          batch: This process's rows of its batch.
-        """
-        index = step if self.skipped is None else self.skipped.batch_index(step)
-        found = []
-        for name, value in batch.items():
-            try:
-                numbers = {name: np.asarray(value)}
-                BatchSpec().check(numbers, partial(_position, self.source, self.size, index), self.rows)
-            except CorruptBatch as error:
-                found.append(error.problems[0].got)
-        return ", ".join(found)
-
     def read_evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns this process's rows of the index-th held-out batch, on the host."""
         with self._one:
@@ -269,7 +252,8 @@ class Reader:
 
         It is empty if all numbers are finite, or the batch is no longer kept. A process describes its own rows.
         """
-        return "; ".join(self.feed.describe_nonfinite(at, batch) for at, batch in self._recent if at == step)
+        batches = [batch for number, batch in self._recent if number == step]
+        return _describe_nonfinite(self.feed, step, batches[-1]) if batches else ""
 
     def _read(self, step: int) -> Any:
         if self._pool is None:
@@ -278,6 +262,18 @@ class Reader:
             if index not in self._wanted_rows:
                 self._wanted_rows[index] = self._pool.submit(self.feed.read, index)
         return self._wanted_rows.pop(step).result()
+
+
+def _describe_nonfinite(feed: Feed, step: int, batch: Batch) -> str:
+    """Describes the first number of each array that is not finite, in the batch of a run whose batch never grows."""
+    index = step if feed.skipped is None else feed.skipped.batch_index(step)
+    descriptions = []
+    for name, value in batch.items():
+        try:
+            BatchSpec().check({name: np.asarray(value)}, partial(_position, feed.source, feed.size, index), feed.rows)
+        except CorruptBatch as error:
+            descriptions.append(error.problems[0].got)
+    return ", ".join(descriptions)
 
 
 def _position(source: Any, size: int, index: int, row: int) -> str:

@@ -2,10 +2,11 @@
 
 array                  from the kernel that writes it to the last one that reads it
 of parameters alone    such as weights in 16 bits: from the first kernel that reads it
-gradient               to the end of the program: the update follows
+gradient               to the end of the program: the update follows; where it is scattered, whole while it is made
 gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
                        takes when the last of these can run: what they read is kept until then, or until devices
                        that split the model wait for another collective
+attention's values     their gradient is the last of a backward loop: XLA keeps the attention weights until then
 scan                   its stacked results, and the arrays of one turn
 scores of a stack      of one turn once more: matmuls of the backward pass copy them out of it, in their own layout
 parameter, gathered    from its first kernel to its last one, of a pass or of both; of a stack, a layer in an iteration
@@ -250,9 +251,10 @@ def _gathers(
     gathers: dict[int, _Gather] = {}
     for kernel in fused.kernels:
         op, place = kernel.op, delays.get(kernel.place, kernel.place)
-        of_one = {roots.get(leaf, -1) for leaf in kernel.leaves}
-        if op.body is None and kernel.leaves and kernel.leaves <= {*of_params}:
-            roots |= dict.fromkeys(op.outputs, min(of_one)) if len(of_one) == 1 and -1 not in of_one else {}
+        if op.body is None and kernel.leaves and kernel.leaves <= {*of_params}:  # a copy, such as a cast
+            copied = {roots.get(leaf) for leaf in kernel.leaves}
+            if len(copied) == 1 and (root := copied.pop()) is not None:
+                roots |= dict.fromkeys(op.outputs, root)
             continue
         for number, entry in enumerate(op.inputs):
             leaves = fused.leaves[entry]
