@@ -45,12 +45,12 @@ class ShardAmounts:
         """Returns the amount on a device before fsdp shards it."""
         return self._amounts([np.ones_like(candidate.fsdp), *(candidate.size(axis) for axis in self.axes[1:])])
 
-    def _amounts(self, columns: Sequence[object]) -> Any:
+    def _amounts(self, columns: Sequence[np.ndarray]) -> Any:
         sizes, indices = _distinct(columns)
         return np.array([self.by_sizes.get(size, -(-self.total // math.prod(size))) for size in sizes])[indices]
 
 
-def _distinct(columns: Sequence[object]) -> tuple[list[tuple[int, ...]], np.ndarray]:
+def _distinct(columns: Sequence[np.ndarray]) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Returns the distinct sizes of several axes, and the index of each layout's sizes."""
     arrays = np.broadcast_arrays(*columns)
     distinct, indices = np.unique(np.stack([array.ravel() for array in arrays]), axis=1, return_inverse=True)
