@@ -243,7 +243,7 @@ def _gathers(
     bodies: Mapping[int, _Amounts],
     delays: Mapping[int, int],
 ) -> tuple[dict[int, _Gather], dict[int | None, int]]:
-    """Returns what is gathered of each parameter of which a device has a shard, and the parameter of each copy of one.
+    """Returns the gather of each parameter of which a device has a shard, and the parameter of each copy of one.
 
     They are gathered in the dtype in which they are read: shards are cast first.
     """
