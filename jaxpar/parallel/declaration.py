@@ -176,8 +176,8 @@ class Parallel(Keywords):
         the expression at that column. `specs="found"` and `jaxpar specs` write such names.
       specs: "found" lets an integer program choose the dims that `tensor` and `context` split, of parameters and of
         activations, in place of rules for matrices: `jp.find_specs`. "" leaves them to names, annotations and use.
-      replicate_above: Bytes up to which a parameter, or another array of the model's state, may stay whole on every
-        device of the axis that should shard it; a larger one is refused.
+      replicate_above: Bytes up to which an array of the training state (of the model, of the optimizer, of an exchange)
+        may stay whole on every device of the axis that should shard it; a larger one is refused.
 
     One size may be -1: it becomes the number of devices divided by the other sizes.
     """

@@ -19,6 +19,7 @@ from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.optim.wrappers import check_optimizer_type
 from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.state_specs import model_state_specs, optimizer_specs, owner_path, stored_specs
+from jaxpar.parallel.unsharded_arrays import check_optimizer_arrays
 from jaxpar.sharding.names import Tree, path_of, shard_shape
 from jaxpar.step.frozen_parameters import drop_paths, frozen_paths
 from jaxpar.units import show_count
@@ -178,19 +179,27 @@ def _abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
 
 
 def specs(layout: Layout, state: State) -> State:
-    """Returns a `PartitionSpec` for every array of a state."""
+    """Returns a `PartitionSpec` for every array of a state.
+
+    Raises:
+      JaxparError: If an array above `replicate_above` stays whole where ZeRO should shard it.
+    """
     exchange = layout.parallel.exchange
     params = stored_specs(layout)
     optimizer = optimizer_specs(
         layout, replica_shapes(state.optimizer) if exchange.replicas_differ else state.optimizer
     )
     model_state = model_state_specs(layout, state.model_state)
+    exchange_specs = _exchange_specs(layout, state.exchange)
+    optimizer = _add_data(optimizer) if exchange.replicas_differ else optimizer
+    check_optimizer_arrays(layout, state.optimizer, optimizer, "optimizer state")
+    check_optimizer_arrays(layout, state.exchange, exchange_specs, "the exchange's state")
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
         params=_add_data(params) if exchange.replicas_differ else params,
-        optimizer=_add_data(optimizer) if exchange.replicas_differ else optimizer,
+        optimizer=optimizer,
         model_state=_add_data(model_state) if exchange.per_replica else model_state,
-        exchange=_exchange_specs(layout, state.exchange),
+        exchange=exchange_specs,
     )
 
 

@@ -169,3 +169,21 @@ def test_a_checkpoint_of_it_is_restored_on_another_layout(tmp_path):
         other = jp.train_step(jp.compose(Net, jp.Parallel(**sizes), devices), squares, optimizer)
         again, _ = other(jp.restore(tmp_path / "state", other), BATCH)
         assert_same_arrays(again.params, wanted.params)
+
+
+def test_a_large_array_that_no_axis_divides_is_refused_or_allowed():
+    statistics = optax.GradientTransformation(
+        lambda params: {"statistics": jax.tree.map(lambda x: jnp.zeros((1031, 1031)), params)}, optax.sgd(0.1).update
+    )
+    layout = jp.compose(Net, jp.Parallel(fsdp=4, zero=1), 4)
+    with pytest.raises(jp.JaxparError) as error:
+        jp.train_step(layout, squares, statistics)
+    assert [problem.got for problem in error.value.problems] == [
+        f"statistics/{name}/kernel of [1031, 1031] (4.055 MiB) stays whole on all 4 devices of fsdp"
+        for name in ("down", "up")
+    ]
+    assert error.value.problems[0].fix.endswith("replicate_above = 4251844")
+    allowed = jp.compose(Net, jp.Parallel(fsdp=4, zero=1, replicate_above=4251844), jax.devices()[:4])
+    state = jp.init_state(allowed, statistics)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.optimizer))
+    jp.init_state(jp.compose(Net, jp.Parallel(data=4), jax.devices()[:4]), statistics)  # nothing shards the state here

@@ -1,12 +1,12 @@
 """Pipeline parallelism: stages of consecutive layers, run by the table of a schedule."""
 
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.declaration import Axes, Parallel, Pipeline
 from jaxpar.parallel.head_placement import choose_schedule, merge_lists_into_stacks, place_head
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Compose, Technique
-from jaxpar.sharding.names import shard_bytes
-from jaxpar.units import show_bytes
+from jaxpar.parallel.unsharded_arrays import unsharded_problem
 
 
 def problems(parallel: Parallel) -> list[Problem]:
@@ -101,21 +101,17 @@ def replication_problems(layout: Layout) -> list[Problem]:
 
     With uneven stages, or lists of layers, stored parameters are split along another dim than layers.
     """
-    ways, limit, errors = layout.sizes["pipe"], layout.parallel.replicate_above, []
+    if layout.sizes["pipe"] == 1:
+        return []
+    rule = "where stages store no equal numbers of layers, pipe divides another dim of each parameter"
     listed = {path for paths in layout.lists.values() for path in paths}
-    for path in [*layout.stacked_paths, *listed] if ways > 1 else []:
-        place = layout.placements[path]
-        local = shard_bytes(place.leaf, place.stored, layout.sizes)
-        if not any("pipe" in ((on,) if isinstance(on, str) else on or ()) for on in place.stored) and local > limit:
-            errors.append(
-                Problem(
-                    f"{path} of {list(place.leaf.shape)} ({show_bytes(local)}) stays whole on all {ways} stages",
-                    "where stages store no equal numbers of layers, pipe divides another dim of each parameter above "
-                    f"{show_bytes(limit)}",
-                    f"a dim that {ways} divides, stages with equally many layers, or replicate_above = {local}",
-                )
-            )
-    return errors
+    places = {path: layout.placements[path] for path in (*layout.stacked_paths, *listed)}
+    problems = (
+        unsharded_problem(place.leaf, path, place.stored, layout, ("pipe",), rule, "stages with equally many layers")
+        for path, place in places.items()
+        if not any("pipe" in spec_axes(entry) for entry in place.stored)
+    )
+    return [problem for problem in problems if problem]
 
 
 def resolve(layout: Layout, compose: Compose) -> Layout:

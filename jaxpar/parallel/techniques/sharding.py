@@ -1,14 +1,10 @@
 """ZeRO and FSDP: `fsdp` shards the training state and splits examples; `context` may also shard the state."""
 
-import math
-
 from jaxpar.errors import Problem, suggest
-from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.declaration import ZERO_OVER, ZERO_SHARDS, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
-from jaxpar.sharding.names import shard_bytes
-from jaxpar.units import show_bytes
+from jaxpar.parallel.unsharded_arrays import model_problems
 
 
 def problems(parallel: Parallel) -> list[Problem]:
@@ -75,30 +71,7 @@ def idle(layout: Layout) -> list[Problem]:
     """Returns a problem if no array is sharded, and one for each large unsharded parameter."""
     shared = layout.parallel.stage and layout.sizes["fsdp"] > 1
     nothing = unsplit_axis_problems(layout, "fsdp", "that it divides") if shared else []
-    return nothing + unsharded_problems(layout)
-
-
-def unsharded_problems(layout: Layout) -> list[Problem]:
-    """Returns problems for parameters and other state above `replicate_above` that should be sharded but are not."""
-    limit = layout.parallel.replicate_above
-    problems = []
-    for path, place in {**layout.placements, **layout.other_state}.items():
-        local = shard_bytes(place.leaf, place.sharded, layout.sizes)
-        # experts are sharded over `expert` already
-        used = {axis for entry in place.used for axis in spec_axes(entry)}
-        axes = [axis for axis in layout.parallel.zero_axes if layout.sizes[axis] > 1 and axis not in used]
-        if layout.parallel.stage and axes and place.used == place.sharded and local > limit:
-            ways = math.prod(layout.sizes[axis] for axis in axes)
-            problems.append(
-                Problem(
-                    f"{path} of {list(place.leaf.shape)} ({show_bytes(local)}) stays whole on all {ways} devices of "
-                    + " x ".join(axes),
-                    f"{'a parameter' if path in layout.placements else 'other state'} above {show_bytes(limit)} "
-                    f"is sharded by zero={layout.parallel.stage}",
-                    f"a dim that {ways} divides, another fsdp, or replicate_above = {local}",
-                )
-            )
-    return problems
+    return nothing + model_problems(layout)
 
 
 SHARDING = Technique(axis="fsdp", problems=problems, idle=idle)
