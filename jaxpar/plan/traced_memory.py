@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
-from jaxpar.plan.model.liveness import REDUCED, SCATTERED
+from jaxpar.plan.model.kernel_order import REDUCED, SCATTERED
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
@@ -46,12 +46,13 @@ def _memory(shape: TracedShape, candidate: Candidate, software: SoftwareModel, r
     gathered = shape.itemsize * (np.where(for_step & accumulates, unsharded_parameters, 0.0) + cast)
     kept = np.where(for_step, np.where(accumulates, "", "step"), np.where(zero3, "pass", ""))
     summed = gradient_bytes(gradients, candidate, software, recipe, stacked=shape.stacked)
-    # one collective reduces a microbatch's gradients of all arrays that are no stacks
-    several = np.greater(candidate.replicas, 1)
-    unreduced = several * (1 - shape.stacked) * software.wire[1] * unsharded_parameters
+    # of the gradients as they are computed, whose dtype the update casts; one collective reduces those of a microbatch
+    # of all arrays that are no stacks
+    share = summed / np.maximum(recipe.gradients * unsharded_parameters, 1.0)
+    unreduced = np.greater(candidate.replicas, 1) * (1 - shape.stacked)
     peak = _peak(
         shape.trace, candidate, copies=np.equal(gathered, 0), gathered=kept,
-        gradients=np.where(accumulates, unreduced, summed),
+        gradients=np.where(accumulates, unreduced, share),
     )  # fmt: skip
     return (
         Memory(
@@ -84,14 +85,13 @@ def _peak(
       candidate: The layout.
       copies: Whether the program itself copies parameters (e.g. by a cast), rather than gathering them.
       gathered: How long a gathered array of parameters is kept, as in `Estimate.peak`.
-      gradients: Bytes of all gradients of a device.
+      gradients: The share of the gradients that a device has.
     """
 
     def fullest(
-        rows: int, remat: str, context: int, tensor: int, copied: bool, gathered: str, size: float, combined: int
+        rows: int, remat: str, context: int, tensor: int, copied: bool, gathered: str, share: float, combined: int
     ) -> dict[str, float]:
         program = trace.program(remat, context, tensor)
-        share = size / max(program.gradient_bytes, 1.0)
         return program.peak(rows, weights=float(copied), gradients=share, gathered=gathered, combined=combined)
 
     # gradients of replicas are scattered over fsdp, or all-reduced

@@ -397,16 +397,15 @@ def step_costs(hardware: Hardware, parallel: Parallel, precision: str) -> StepCo
     links = [hardware.inside if span <= hardware.per_node else hardware.between for span in spans]
     flops = chip.bf16_flops if precision == "bf16" else chip.f32_flops
     bandwidth = chip.bandwidth * hardware.streaming
-    # of an element of a parameter: its update, and its gathers and gradient sum over the axes that split examples
-    shared = parallel.fsdp if parallel.stage else 1
-    seconds = UPDATE / bandwidth / shared
+    # of an element of a parameter: its update, and its gradient's sum over the axes that split examples; not divided by
+    # ZeRO, so that the dims are the same in every stage, and those that a plan has priced
     far = hardware.inside if math.prod(sizes) * parallel.fsdp * parallel.data <= hardware.per_node else hardware.between
     replicas = parallel.data * parallel.fsdp
-    sent = (3 if parallel.stage == 3 else 2) * itemsize * (replicas - 1) / replicas
+    seconds, sent = UPDATE / bandwidth, 2 * itemsize * (replicas - 1) / replicas
     seconds += sent / far.bandwidth
     return StepCosts(
         flops=flops * hardware.gemm.top, link=tuple(link.bandwidth for link in links), launch=hardware.launch,
-        memory=bandwidth, parameter=seconds, state=STATE / shared, replicas=replicas,
+        memory=bandwidth, parameter=seconds, state=STATE / (parallel.fsdp if parallel.stage else 1), replicas=replicas,
     )  # fmt: skip
 
 

@@ -22,8 +22,10 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
-from jaxpar.plan.model.liveness import SCATTERED
+from jaxpar.plan.model.fusion import fuse
+from jaxpar.plan.model.kernel_order import LISTED, SCATTERED, run_places
 from jaxpar.plan.model.program import value
+from jaxpar.plan.model.program_reader import read_program
 from jaxpar.plan.model.tracing import Matmul, trace
 from jaxpar.plan.search import search
 
@@ -578,3 +580,64 @@ def test_attention_weights_are_kept_until_the_values_gradient_runs_last_in_a_bac
     scores = 4 * 256 * 256
     live = program.peak(1000, weights=0, gradients=0)["activations"] / (1000 * scores)
     assert 4 < live < 4.5
+
+
+def activations_of(function, params, row, rows=1000):
+    """Returns the most activations that are live at once, in float32 elements of a row."""
+    program = traced(function, params, row).programs["none"]
+    return program.peak(rows, weights=0, gradients=0)["activations"] / (4 * rows)
+
+
+def test_an_elementwise_result_takes_the_place_of_a_matmuls():
+    def product(after):
+        def function(remat, p, x):
+            return jnp.sum(after(x @ p["one"]) @ p["two"])
+
+        return activations_of(function, shapes(one=(8, 1024), two=(1024, 8)), (8,))
+
+    assert product(lambda y: y + jnp.sin(y)) == pytest.approx(2 * 1024, rel=0.05)  # with what is kept for its gradient
+    other_order = product(lambda y: jnp.flip(y, -1) + jnp.sin(y))
+    assert other_order == pytest.approx(3 * 1024, rel=0.05)
+
+
+def test_a_convolutions_result_is_in_a_tuple_that_nothing_is_written_over():
+    def kept(p, x):
+        return jax.lax.conv_general_dilated(x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def convolution(remat, p, x):
+        return jnp.sum(kept(p["two"], jnp.sin(kept(p["one"], x))))
+
+    def product(remat, p, x):
+        return jnp.sum(jnp.sin(x @ p["one"][0, 0]) @ p["two"][0, 0])
+
+    params = shapes(one=(1, 1, 8, 1024), two=(1, 1, 1024, 8))
+    assert activations_of(convolution, params, (4, 4, 8)) > activations_of(product, params, (4, 4, 8))
+
+
+def test_a_forward_matmul_does_not_wait_for_a_gradient_that_reads_the_same_array():
+    def function(weight, x):
+        return jnp.sum(jnp.sin(x @ weight))
+
+    weight = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    program = read_program(lambda rows: jax.make_jaxpr(jax.grad(function))(weight, jnp.zeros((rows, 8))).jaxpr, name="")
+    gradients = [entry for entry in program.outputs if entry is not None]
+    fused = fuse(program, 64, gradients=gradients)
+    backward = [kernel.place for kernel in fused.kernels if kernel.op.matmul][-1]
+    assert run_places(program, fused, gradients, 64, SCATTERED, in_backward_loop=False) == {backward: backward}
+
+
+def test_zeros_are_made_early_where_the_update_takes_more_than_the_program():
+    """XLA then takes the order of its list scheduler: the zeros of a table's gradient wait for the whole program."""
+
+    def function(remat, p, x):
+        rows = p["table"][(x[:, 0] * 7).astype(jnp.int32)]
+        return jnp.sum(jnp.sin(jnp.sin(rows @ p["wide"]) @ p["narrow"]))
+
+    params = shapes(table=(10_000, 16), wide=(16, 4096), narrow=(4096, 16))
+    program = traced(function, params, (1,)).programs["none"]
+
+    def most(rows, order):
+        return sum(program.peak(rows, weights=0, combined=order).values())
+
+    assert most(16, 0) == most(16, LISTED) > 4 * 16 * 10_000
+    assert most(1000, LISTED) - most(1000, 0) == pytest.approx(4 * 16 * 10_000)

@@ -216,3 +216,19 @@ def test_an_8b_model_takes_less_than_ten_seconds():
         r"blocks/\d+/attention/q/kernel": (None, "heads")
     }
     assert seconds <= 10
+
+
+def test_the_same_dims_are_found_in_every_stage_of_zero():
+    """A plan prices one split for all of them, and a job may change its stage without other names."""
+    found = [
+        jp.find_specs(
+            lambda rngs: models.Gpt(rngs, vocab=4096, layers=1, dim=256, hidden=512),
+            models.next_token,
+            {"x": ints(32, 128), "y": ints(32, 128)},
+            jp.Parallel(tensor=2, **sizes),
+            precision="bf16",
+        ).parallel
+        for sizes in ({"data": 4}, {"fsdp": 4, "zero": 1}, {"fsdp": 4, "zero": 3})
+    ]
+    assert found[0].paths == found[1].paths == found[2].paths
+    assert found[0].activations == found[1].activations == found[2].activations

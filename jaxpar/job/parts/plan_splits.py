@@ -17,7 +17,7 @@ from jaxpar.job.parts.plan_sequences import trace_sequences
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.plan.model.liveness import REDUCED
+from jaxpar.plan.model.kernel_order import REDUCED
 from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
 from jaxpar.plan.model.tracing import Context
 from jaxpar.sharding.names import Blueprint

@@ -45,6 +45,8 @@ PROLOGUES = frozenset(
 LONGEST = 16384  # elements of a row in Triton's softmax: seen for 8,192, and not for 50,304
 ROOTS = ("rsqrt", "sqrt", "div", "log", "exp", "pow", "cbrt")
 SPREAD = 8  # times as many elements
+# ops whose element i does not read element i of each operand alone
+MOVES = PARTS | {"broadcast_in_dim", "transpose", "concatenate", "pad", "rev", "dynamic_update_slice", "iota"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,17 @@ class TracedKernel:
 
 @dataclass(frozen=True, slots=True)
 class FusedProgram:
-    """Kernels of a program in order, and the leaves of each of its arrays."""
+    """Kernels of a program in order, and the leaves of each of its arrays.
+
+    Attributes:
+      kernels: The kernels.
+      leaves: Array to its leaves.
+      same_order: Result of an elementwise kernel to the leaves that it may overwrite: element i is read for element i.
+    """
 
     kernels: list[TracedKernel]
     leaves: dict[int, Leaves]
+    same_order: dict[int, frozenset[int]]
 
 
 def fuse(program: SizedProgram, rows: float, *, gradients: Iterable[int] = ()) -> FusedProgram:
@@ -85,7 +94,7 @@ def fuse(program: SizedProgram, rows: float, *, gradients: Iterable[int] = ()) -
     fusion = _Fusion(program, rows, {*gradients})
     for place, op in enumerate(program.ops):
         fusion.add(place, op)
-    return FusedProgram(fusion.kernels, fusion.leaves)
+    return FusedProgram(fusion.kernels, fusion.leaves, fusion.same_order)
 
 
 class _Fusion:
@@ -99,6 +108,8 @@ class _Fusion:
         self.leaves: dict[int, Leaves] = {
             entry: {entry: size} for entry, size in enumerate(program.sizes) if entry not in self.makers
         }
+        self.ordered: dict[int, frozenset[int]] = {entry: frozenset((entry,)) for entry in self.leaves}
+        self.same_order: dict[int, frozenset[int]] = {}
         self.kernels: list[TracedKernel] = []
         self.last_read: dict[int, int] = {}  # array -> index of the last fusion that reads it
         self.kernel_of: dict[int, int] = {}  # array -> index of the kernel that writes it
@@ -106,15 +117,26 @@ class _Fusion:
 
     def add(self, place: int, op: TracedOp) -> None:
         """Fuses an op with its readers, or adds its kernel."""
-        leaves = self._merged_leaves(op)
+        leaves, ordered = self._merged_leaves(op), self._merged_order(op)
         fused = op.kind == "elementwise" and not self._is_written(op, leaves)
         if fused or self.written.in_reader.issuperset(op.outputs):
             self.leaves.update(dict.fromkeys(op.outputs, leaves))
+            self.ordered.update(dict.fromkeys(op.outputs, ordered))
             return
+        if op.kind == "elementwise":
+            self.same_order.update(dict.fromkeys(op.outputs, ordered))
         self._add_copies(place, op)
         self.kernels.append(TracedKernel(place, op, frozenset(leaves), self._traffic(place, op, leaves)))
         for entry in op.outputs:
             self.leaves[entry] = {entry: self.program.sizes[entry]}
+            self.ordered[entry] = frozenset((entry,))
+
+    def _merged_order(self, op: TracedOp) -> frozenset[int]:
+        """Returns the leaves of which each element of the op's result reads the same element alone."""
+        if op.kind != "elementwise" or op.name in MOVES:
+            return frozenset()
+        ordered = frozenset[int]().union(*(self.ordered[entry] for entry in op.inputs))
+        return ordered.difference(*(self.leaves[entry].keys() - self.ordered[entry] for entry in op.inputs))
 
     def _merged_leaves(self, op: TracedOp) -> Leaves:
         merged: Leaves = {}

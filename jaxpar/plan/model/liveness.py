@@ -3,10 +3,8 @@
 array                  from the kernel that writes it to the last one that reads it
 of parameters alone    such as weights in 16 bits: from the first kernel that reads it
 gradient               to the end of the program: the update follows; where it is scattered, whole while it is made
-gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
-                       takes when the last of these can run: what they read is kept until then, or until devices
-                       that split the model wait for another collective
-attention's values     their gradient is the last of a backward loop: XLA keeps the attention weights until then
+kernel run later       what it reads is kept until then: `kernel_order.py`
+elementwise result     in the memory of an operand that is read last: `buffer_reuse.py`
 scan                   its stacked results, and the arrays of one turn
 scores of a stack      of one turn once more: matmuls of the backward pass copy them out of it, in their own layout
 parameter, gathered    from its first kernel to its last one, of a pass or of both; of a stack, a layer in an iteration
@@ -14,22 +12,21 @@ parameter, gathered    from its first kernel to its last one, of a pass or of bo
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.mesh.xla import SMALL
 from jaxpar.plan.machine.hardware import SMALLEST_KERNEL, Hardware
+from jaxpar.plan.model.buffer_reuse import results_over_operands
 from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fills_operand, fuse
+from jaxpar.plan.model.kernel_order import LISTED, REDUCED, SCATTERED, fill_places, gradient_arrays, run_places
 from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 
 CLASSES = ("activations", "weights", "gradients")
 UNREDUCED = "unreduced gradients"  # class of those that are made at a moment
 GATHERED = {"pass": "gathered for a pass", "step": "gathered for a step"}  # classes, by how long gathers are kept
-# bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.xla` says, all-reduces as XLA does by itself
-SCATTERED, REDUCED = SMALL, 30 * 2**20
+STATE = 3  # arrays that the update writes of each parameter, with its moments
 Live = dict[str, np.ndarray]
 
 
@@ -78,8 +75,10 @@ class Estimate:
     """The estimate of a compiled program, for any number of rows.
 
     Attributes:
-      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (see `CLASSES`,
-        `UNREDUCED` and `GATHERED`) to the live bytes at each moment. Shape [moments, degree].
+      live: Bytes up to which collectives of gradients are combined, 0 without replicas (`LISTED` in another order), to:
+        class (see `CLASSES`, `UNREDUCED` and `GATHERED`) to the live bytes at each moment. Shape [moments, degree].
+      updated: Bytes of the arrays that the update writes; 0 for a program with collectives. XLA compares the orders of
+        its schedulers, the list scheduler's first, as if these were not written in place.
       traffic: Bytes that each kernel reads and writes. Shape [kernels, degree].
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
@@ -92,6 +91,7 @@ class Estimate:
     """
 
     live: dict[int, Live]
+    updated: float
     traffic: np.ndarray
     flop: np.ndarray
     bits: np.ndarray
@@ -115,6 +115,10 @@ class Estimate:
           combined: Bytes up to which collectives of gradients are combined, `SCATTERED` or `REDUCED`; 0 without
             replicas.
         """
+        if combined == 0 and self.updated:
+            listed = self.peak(rows, weights=weights, gradients=gradients, gathered=gathered, combined=LISTED)
+            if sum(listed.values()) <= self.updated:
+                return listed
         factors = {"activations": 1.0, "weights": weights, "gradients": gradients}
         live = self.live[combined]
         amounts = {name: factors[name] * value(live[name], rows) for name in CLASSES}
@@ -161,8 +165,10 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
         for combined, curves in amounts.curves.items()
     }
     traffic, flop, bits, runs, casts = zip(*amounts.kernels, strict=True)
+    updated = STATE * sum(float(value(program.sizes[entry], rows)) for entry in inputs)
     return Estimate(
         live=live,
+        updated=0.0 if any(op.waits for op in program.ops) else updated,
         traffic=np.array(traffic),
         flop=np.array(flop),
         bits=np.array(bits),
@@ -192,17 +198,15 @@ def _program_amounts(
     fused = fuse(program, rows, gradients=gradients)
     bodies, of_params = _bodies(fused, rows, {*params}, loop)
     amounts, copies = _Amounts(), _score_copies(program)
-    for combined in (0, SCATTERED, REDUCED) if gradients else (0,):
-        delays = _delays(program, fused, gradients, rows, combined) if combined else {}
-        if combined == SCATTERED:
-            delays |= _after_gradients(fused, _gradient_arrays(fused, gradients), delays)
-        delays |= _late_matmuls(fused) if loop == "backward" else {}
-        lives = _lives(program, fused, gradients, of_params, delays)
-        of_gradients = _gradient_arrays(fused, gradients)
+    for combined in (0, LISTED, SCATTERED, REDUCED) if gradients else (0,):
+        places = run_places(program, fused, gradients, rows, combined, in_backward_loop=loop == "backward")
+        fills = fill_places(program, fused, rows) if combined == LISTED else {}
+        lives = _lives(program, fused, gradients, of_params, places, fills)
+        of_gradients = gradient_arrays(fused, gradients)
         classes = {entry: "weights" if entry in of_params else "activations" for entry in lives}
         classes |= dict.fromkeys(of_gradients & classes.keys(), "gradients")
         live = [_Life(classes[entry], program.sizes[entry], *places) for entry, places in lives.items()]
-        amounts.gathers, roots = _gathers(program, fused, shards, of_params, bodies, delays)
+        amounts.gathers, roots = _gathers(program, fused, shards, of_params, bodies, places)
         amounts.shards = [roots.get(entry) for entry in program.outputs]
         live += [
             _Life(UNREDUCED, program.sizes[entry], lives[entry][0], lives[entry][0])
@@ -241,7 +245,7 @@ def _gathers(
     shards: Collection[int],
     of_params: Collection[int],
     bodies: Mapping[int, _Amounts],
-    delays: Mapping[int, int],
+    places: Mapping[int, int],
 ) -> tuple[dict[int, _Gather], dict[int | None, int]]:
     """Returns the gather of each parameter of which a device has a shard, and the parameter of each copy of one.
 
@@ -250,7 +254,7 @@ def _gathers(
     roots: dict[int | None, int] = {entry: entry for entry in shards}
     gathers: dict[int, _Gather] = {}
     for kernel in fused.kernels:
-        op, place = kernel.op, delays.get(kernel.place, kernel.place)
+        op, place = kernel.op, places.get(kernel.place, kernel.place)
         if op.body is None and kernel.leaves and kernel.leaves <= {*of_params}:  # a copy, such as a cast
             copied = {roots.get(leaf) for leaf in kernel.leaves}
             if len(copied) == 1 and (root := copied.pop()) is not None:
@@ -305,62 +309,6 @@ def _scores(body: SizedProgram) -> set[int]:
     return scores
 
 
-def _delays(
-    program: SizedProgram, fused: FusedProgram, gradients: Collection[int], rows: float, combined: int
-) -> dict[int, int]:
-    """Returns the place of each matmul that makes a gradient, to that of the last gradient of its collective."""
-    of_gradients, delays, group, size = _gradient_arrays(fused, gradients), {}, [], 0.0
-    for kernel in fused.kernels:
-        if kernel.is_copy or kernel.op.kind != "heavy" or of_gradients.isdisjoint(kernel.op.outputs):
-            group = [] if kernel.op.waits else group
-            continue
-        added = sum(float(value(program.sizes[entry], rows)) for entry in kernel.op.outputs)
-        if size + added > combined:
-            group, size = [], 0.0
-        group += [kernel.place] * (kernel.op.matmul is not None)
-        size += added
-        delays |= dict.fromkeys(group, kernel.place)
-    return delays
-
-
-def _after_gradients(fused: FusedProgram, of_gradients: set[int], delays: Mapping[int, int]) -> dict[int, int]:
-    """Returns the place of each matmul to that of a gradient that is made of the same array just after it.
-
-    XLA makes the gradient first, if its collective waits for no other one: the collective then runs meanwhile.
-    """
-    places: dict[int, int] = {}
-    matmuls = [kernel for kernel in fused.kernels if kernel.op.matmul and not kernel.is_copy]
-    for kernel, following in pairwise(matmuls):
-        makes_gradient = not of_gradients.isdisjoint(following.op.outputs)
-        if makes_gradient and following.leaves & kernel.leaves and delays.get(following.place) == following.place:
-            places[kernel.place] = following.place
-    return places
-
-
-def _late_matmuls(fused: FusedProgram) -> dict[int, int]:
-    """Returns the place of each matmul of a backward loop to that before the first matmul that reads its result.
-
-    XLA runs such a matmul last: the gradient of the values in attention, which only their projection reads, after
-    those of queries and keys. What it reads is kept until then. Gradients of parameters, which no matmul reads, are
-    not moved.
-    """
-    first_reads: dict[int, int] = {}  # by array that leads to a matmul
-    places: dict[int, int] = {}
-    for kernel in reversed(fused.kernels):
-        op, place = kernel.op, kernel.place
-        readers = [first_reads[entry] for entry in op.outputs if entry in first_reads]
-        is_movable = (op.matmul is not None or op.name == "transpose") and not kernel.is_copy
-        if is_movable and readers and min(readers) - 1 > place:
-            place = places[kernel.place] = min(readers) - 1
-        if op.kind in ("heavy", "loop") or readers:
-            first_reads |= {leaf: min(place, first_reads.get(leaf, place)) for leaf in kernel.leaves}
-    return places
-
-
-def _gradient_arrays(fused: FusedProgram, gradients: Collection[int]) -> set[int]:
-    return {leaf for entry in gradients for leaf in fused.leaves[entry]}
-
-
 def _bodies(fused: FusedProgram, rows: float, params: set[int], loop: str) -> tuple[dict[int, _Amounts], set[int]]:
     """Returns the amounts of one iteration of each loop, by its index, and arrays that depend on parameters alone."""
     bodies, of_params = {}, params
@@ -383,25 +331,33 @@ def _lives(
     fused: FusedProgram,
     gradients: Collection[int],
     of_params: set[int],
-    delays: Mapping[int, int],
+    places: Mapping[int, int],
+    fills: Mapping[int, int],
 ) -> dict[int, tuple[int, int]]:
-    """Returns the live range (first, last op) of each written array; `delays` maps an op to the later op it awaits."""
+    """Returns the live range (first, last op) of each written array.
+
+    `places` has the ops that run later than here, and `fills` those whose result exists earlier.
+    """
     end, lives, reads = len(program.ops), {}, {}
     for kernel in fused.kernels:
         for leaf in kernel.leaves:
-            reads.setdefault(leaf, []).append(delays.get(kernel.place, kernel.place))
-    kept = _gradient_arrays(fused, gradients) | {entry for entry in program.outputs if entry is not None}
+            reads.setdefault(leaf, []).append(places.get(kernel.place, kernel.place))
+    kept = gradient_arrays(fused, gradients) | {entry for entry in program.outputs if entry is not None}
     for kernel in fused.kernels:
         if kernel.op.kind == "stack" or kernel.is_copy:
             continue
         for number, entry in enumerate(kernel.op.outputs):
             carried = kernel.op.body is not None and number < kernel.op.carried
             filled = fills_operand(kernel.op) and max(reads.get(kernel.op.inputs[0], [-1])) == kernel.place
-            first = delays.get(kernel.place, kernel.place) + (carried or filled)  # in the place of an operand
+            first = places.get(kernel.place, kernel.place) + (carried or filled)  # in the place of an operand
+            first = min(first, fills.get(kernel.place, first))
             last = end if entry in kept else max(reads.get(entry, [first]))
             if entry in of_params and entry in reads and kernel.op.body is None:
                 first = min(reads[entry])
             lives[entry] = min(first, last), last
+    for entry in results_over_operands(program, fused, lives, of_params):
+        first, last = lives[entry]
+        lives[entry] = first + 1, last
     return lives
 
 
