@@ -39,7 +39,7 @@ from jaxpar.checkpoint.blocks import (
     read_block,
 )
 from jaxpar.checkpoint.manifest import Manifest, SavedArray
-from jaxpar.sharding.names import path_of
+from jaxpar.sharding.names import format_path
 
 Slices = tuple[slice, ...]
 
@@ -323,13 +323,13 @@ def _copy_shard_to_host(data: jax.Array) -> np.ndarray:
 
 def flatten(state: object) -> dict[str, Any]:
     """Flattens a state to a dict from path, such as `params/blocks/mlp/up`, to array."""
-    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    return {format_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
 def unflatten(like: object, arrays: Mapping[str, object]) -> Any:
     """Rebuilds the tree of `like` from arrays by path."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    return jax.tree.unflatten(tree, [arrays[path_of(keys)] for keys, _ in leaves])
+    return jax.tree.unflatten(tree, [arrays[format_path(keys)] for keys, _ in leaves])
 
 
 def describe(state: object) -> dict[str, SavedArray]:

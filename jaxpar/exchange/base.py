@@ -32,10 +32,10 @@ def flatten_by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
     """Returns the arrays of a tree by path, and the tree's structure."""
     import jax
 
-    from jaxpar.sharding.names import path_of
+    from jaxpar.sharding.names import format_path
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return {path_of(keys): leaf for keys, leaf in leaves}, structure
+    return {format_path(keys): leaf for keys, leaf in leaves}, structure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from jaxpar.parallel.layout import Layout, replica_messages, sync_note
 from jaxpar.parallel.shard_cards import cards
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.sharding.names import path_of, shard_shape
+from jaxpar.sharding.names import format_path, shard_shape
 from jaxpar.step.model_flop import model_flop
 from jaxpar.step.shard_batch import check_dict
 from jaxpar.step.state import State
@@ -304,7 +304,7 @@ def _state(step: Step, state: State) -> list[Argument]:
     arguments = []
     for part, role in _ROLES.items():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part)):
-            path = path_of(keys)
+            path = format_path(keys)
             placements, per_replica = places.get(part, ({}, False))
             place = placements.get(path)
             name = path if part == "params" else f"{part}/{path}".rstrip("/")

@@ -18,7 +18,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import MEMBERS, Layout
 from jaxpar.sharding.adapters import is_scales
-from jaxpar.sharding.names import SCOPE, Tree, path_of, shard_counts
+from jaxpar.sharding.names import SCOPE, Tree, format_path, shard_counts
 from jaxpar.sharding.rules import SMALL, count_layer_dims
 
 constrained = jax.lax.with_sharding_constraint
@@ -181,7 +181,7 @@ def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set
     with_tensor = layout.sizes["tensor"] > 1 and layout.mesh.shape["data"] == layout.sizes["data"]
 
     def gather_if_small(keys, value: jax.Array) -> jax.Array:
-        place = layout.placements[path := path_of(keys)]
+        place = layout.placements[path := format_path(keys)]
         vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1)
         # an extra leading dim may be that of a stack, which the model slices
         stack = place.is_split([0]) and count_layer_dims(path, place.leaf) < value.ndim and place.names[0] in MEMBERS

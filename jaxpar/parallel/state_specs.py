@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.models.dim_names import SPATIAL, spec_axes
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import LARGE, Leaf, Tree, nest, path_of, pick
+from jaxpar.sharding.names import LARGE, Leaf, Tree, format_path, nest, pick
 from jaxpar.sharding.rules import AxisChoice, count_layer_dims, to_spec
 
 
@@ -159,7 +159,7 @@ def model_state_specs(layout: Layout, state: Tree) -> Tree:
     """Returns a spec for every array of the model's state that is not a parameter."""
 
     def spec(keys, _) -> PartitionSpec:
-        if (path := path_of(keys)) not in layout.other_state:
+        if (path := format_path(keys)) not in layout.other_state:
             raise refuse(
                 f"{layout.blueprint.name} has the array {path}, which Flax does not show on shapes alone",
                 rule="a model keeps arrays in variables, or in attributes that Flax knows to be data",
@@ -177,7 +177,7 @@ def owner_path(layout: Layout, keys) -> str | None:
     If no parameter's path is the last part, the parameter's path is inside of the array's path, because an optimizer
     may hold several arrays per parameter in a tuple.
     """
-    words = path_of(keys).split("/")
+    words = format_path(keys).split("/")
     spans = ((begin, end) for end in range(len(words), 0, -1) for begin in range(end))
     return next((path for begin, end in spans if (path := "/".join(words[begin:end])) in layout.placements), None)
 

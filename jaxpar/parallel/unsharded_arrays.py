@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError, Problem
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.state_specs import owner_path
-from jaxpar.sharding.names import Tree, path_of, shard_bytes
+from jaxpar.sharding.names import Tree, format_path, shard_bytes
 from jaxpar.units import show_bytes
 
 
@@ -86,7 +86,7 @@ def _array_problems(layout: Layout, keys: Any, leaf: Any, spec: PartitionSpec, k
         return ()
     if owner and leaf.shape[-len(shape := layout.placements[owner].leaf.shape) :] == shape:
         return ()
-    problem = _zero_problem(leaf, path_of(keys), f"array of {kind}", spec, layout, axes)
+    problem = _zero_problem(leaf, format_path(keys), f"array of {kind}", spec, layout, axes)
     return (problem,) if problem else ()
 
 

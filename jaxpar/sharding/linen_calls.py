@@ -27,7 +27,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.stack import is_intercepted
 from jaxpar.sharding.adapters import AdaptedMatrix
 from jaxpar.sharding.flax_layers import method_overrides, replace_method
-from jaxpar.sharding.names import Program, Use, path_of
+from jaxpar.sharding.names import Program, Use, format_path
 
 TRAINING = {"deterministic": False, "train": True, "training": True, "is_training": True}
 
@@ -58,7 +58,7 @@ class Parameters(dict):
             return value
         # an array; or a tuple of them, where an initializer returns one
         return jax.tree_util.tree_map_with_path(
-            lambda keys, leaf: self.use(path_of([path, *keys]), leaf),
+            lambda keys, leaf: self.use(format_path([path, *keys]), leaf),
             value,
             is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix),
         )

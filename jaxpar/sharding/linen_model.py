@@ -31,7 +31,7 @@ from jaxpar.sharding.linen_calls import (
     with_rngs,
 )
 from jaxpar.sharding.linen_variables import Initializer, Variables, check_variables, has_path, lock_collections, unbox
-from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, path_of
+from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, format_path
 
 
 class LinenModel:
@@ -215,7 +215,7 @@ def _written_specs(
     make_variables: Callable[[jax.Array], dict[str, Any]], boxed: Mapping[str, object]
 ) -> dict[str, Spec | None]:
     specs = value_specs(lambda key: unbox(make_variables(key)).get("params", {}), jax.random.key(0))
-    paths = (path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(unbox(boxed.get("params", {}))))
+    paths = (format_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(unbox(boxed.get("params", {}))))
     return dict(zip(paths, specs, strict=True))
 
 

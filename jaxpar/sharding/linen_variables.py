@@ -22,7 +22,7 @@ from jaxpar.sharding.author.explicit import author_rules
 from jaxpar.sharding.author.value_specs import Spec
 from jaxpar.sharding.flax_layers import without_unbound_axes
 from jaxpar.sharding.linen_calls import Parameters, Path, recording_sows, split_sown
-from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
+from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, format_path, nest, pick
 from jaxpar.sharding.nnx_model import metadata_axes, metadata_names
 from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names
 
@@ -193,7 +193,7 @@ def _sown_annotations(boxed: Mapping[str, object]) -> tuple[dict[str, dict[str, 
     for collection in (item for item in boxed if item.endswith("_axes")):
         flat, _ = jax.tree_util.tree_flatten_with_path(boxed[collection], is_leaf=lambda x: isinstance(x, AxisMetadata))
         if flat and all(isinstance(item, AxisMetadata) for _, item in flat):
-            names = {path_of(keys).removesuffix("_axes"): item.names for keys, item in flat}
+            names = {format_path(keys).removesuffix("_axes"): item.names for keys, item in flat}
             # for a parameter that is a tree of arrays, its names are a tree as well, which is not supported here
             plain = {path: tuple(item) for path, item in names.items() if isinstance(item, tuple | PartitionSpec)}
             annotations[collection.removesuffix("_axes")] = plain
@@ -223,10 +223,10 @@ def _leaves(
     """
     leaves, rules = {}, author_rules()
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
-        names = _names(path_of(keys), box)
+        names = _names(format_path(keys), box)
         # one array; or several, for a box around a tuple: its names apply to arrays of the same rank
         for subpath, value in jax.tree_util.tree_flatten_with_path(unbox(box))[0]:
-            path, rank = path_of([*keys, *subpath]), len(value.shape)
+            path, rank = format_path([*keys, *subpath]), len(value.shape)
             dim_names: Any = annotations.get(path) if names is None or (subpath and len(names) != rank) else names
             axes, spec = None if dim_names is None else _axes(dim_names, box, rules), specs.get(path)
             if dim_names is None and spec is not None:  # stacked dims come first: a lifted `vmap` adds none to the spec

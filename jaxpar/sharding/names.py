@@ -218,7 +218,7 @@ class Blueprint:
         return frozenset(path for path, leaf in self.other_leaves.items() if leaf.constant)
 
 
-def path_of(keys) -> str:
+def format_path(keys) -> str:
     """Formats a key path of `jax.tree_util` as `blocks/attention/query`."""
     return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
 
@@ -237,7 +237,7 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
 def leaves_by_path(tree: Tree) -> dict[str, Any]:
     """Flattens a nested dict to leaves by path (`a/b`): the inverse of `nest`, which takes paths as tuples of words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {path_of(keys): leaf for keys, leaf in leaves}
+    return {format_path(keys): leaf for keys, leaf in leaves}
 
 
 def pick(tree: Tree, path: tuple[str, ...]) -> Any:

@@ -20,7 +20,7 @@ from jaxpar.models.remat import is_policy
 from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
 from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_specs
 from jaxpar.sharding.flax_layers import compute_nnx
-from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
+from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, format_path, nest, pick
 from jaxpar.sharding.nnx_hooks import (
     ASSIGNING,
     assignment_error,
@@ -152,7 +152,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
     specs: dict[str, Spec | None] = {}
     if noted:
         arrays = jax.tree_util.tree_leaves_with_path((_values(params), _values(rest)))
-        specs = dict(zip((path_of(keys) for keys, _ in arrays), value_specs(init, jax.random.key(0)), strict=True))
+        specs = dict(zip((format_path(keys) for keys, _ in arrays), value_specs(init, jax.random.key(0)), strict=True))
     leaves, others = (
         _leaves(variables, name, flat, {path[2:]: spec for path, spec in specs.items() if path.startswith(f"{i}/")})
         for i, variables in enumerate((params, rest))

@@ -20,7 +20,7 @@ from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Blueprint, Compute, path_of
+from jaxpar.sharding.names import Blueprint, Compute, format_path
 from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.specs.activation_marks import MARK, mark_activations
 from jaxpar.specs.program import ELEMENTWISE, TracedProgram, follow_dims
@@ -91,7 +91,7 @@ class TracedLoss:
         """
         params, *others = self.arguments
         structure = jax.tree.structure(params)
-        leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+        leaves = {format_path(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
         if problems := unmatched("frozen", frozen, [*leaves]):
             raise JaxparError(*problems)
         fixed = {*matching(leaves, frozen), *(path for path, leaf in leaves.items() if not _is_float(leaf))}

@@ -27,7 +27,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import reshard_padded
 from jaxpar.parallel.state_specs import abstract_params
 from jaxpar.sharding.adapters import is_scales
-from jaxpar.sharding.names import SCOPE, Tree, path_of
+from jaxpar.sharding.names import SCOPE, Tree, format_path
 
 
 def frozen_paths(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset[str]:
@@ -43,14 +43,14 @@ def frozen_paths(layout: Layout, optimizer: optax.GradientTransformation) -> fro
     closed = jax.make_jaxpr(partial(update, optimizer))(params, state, params, _float(()))
     read_indices = _reads(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(layout))  # gradients come first
-    return frozenset(path_of(keys) for index, (keys, _) in enumerate(leaves) if index not in read_indices)
+    return frozenset(format_path(keys) for index, (keys, _) in enumerate(leaves) if index not in read_indices)
 
 
 def drop_paths(paths: Set[str], tree: Tree) -> Tree:
     """Returns a tree of parameters, gradients or specs with None at these paths."""
     if not paths:
         return tree
-    return jax.tree_util.tree_map_with_path(lambda keys, leaf: None if path_of(keys) in paths else leaf, tree)
+    return jax.tree_util.tree_map_with_path(lambda keys, leaf: None if format_path(keys) in paths else leaf, tree)
 
 
 def fill_missing(tree: Tree, source: Tree) -> Tree:
@@ -124,7 +124,7 @@ def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any,
     uses = {} if dtype is None else count_reads(forward, params, *inputs, dtype=dtype)
 
     def gather_leaf(keys, value: jax.Array) -> jax.Array:
-        path = path_of(keys)
+        path = format_path(keys)
         place, use = layout.placements[path], uses.get(path, Reads(other_reads=1))
         with jax.named_scope(SCOPE + path.replace("/", ".")):
             floats = jnp.issubdtype(value.dtype, jnp.floating)  # 8-bit integers are sent as stored
@@ -143,7 +143,7 @@ def count_reads(forward: Callable, params: Tree, *inputs: Any, dtype: DTypeLike)
     jaxpr = traced.flat.jaxpr
     counts = _count(jaxpr, jaxpr.outvars, jnp.dtype(dtype))
     keys, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(traced.inputs, jaxpr.invars)[0])
-    return {path_of(key): Reads(counts[var, True], counts[var, False]) for key, var in keys}
+    return {format_path(key): Reads(counts[var, True], counts[var, False]) for key, var in keys}
 
 
 def _count(jaxpr: Jaxpr, outs: Iterable, dtype: DTypeLike) -> Counter[tuple[Var, bool]]:

@@ -14,7 +14,7 @@ from jaxpar.optim.patterns import has_prefix
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import SCALES, checkpoint_leaves
-from jaxpar.sharding.names import Leaf, path_of
+from jaxpar.sharding.names import Leaf, format_path
 from jaxpar.step.state import State, abstract, shardings, state_from_params
 
 
@@ -83,7 +83,7 @@ def start_from_params(
 
     def begin(given, key) -> State:
         made, model_state = layout.blueprint.init(key)
-        params = jax.tree_util.tree_map_with_path(lambda keys, leaf: given.get(path_of(keys), leaf), made)
+        params = jax.tree_util.tree_map_with_path(lambda keys, leaf: given.get(format_path(keys), leaf), made)
         return state_from_params(layout, optimizer, params, model_state)
 
     given = () if layout.parallel.exchange.replicas_differ else (0,)  # the arrays of one model are no replica's

@@ -23,7 +23,7 @@ from jaxpar.optim.eval_params import eval_params
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import merge_adapters, without_adapters
-from jaxpar.sharding.names import Tree, path_of
+from jaxpar.sharding.names import Tree, format_path
 from jaxpar.step.checks.input_state import check_matches_layout, check_not_donated
 from jaxpar.step.state import State, eval_arrays_on_device
 
@@ -115,7 +115,7 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
     shapes = jax.eval_shape(run, *arguments)
     places = ({**layout.placements}, {**layout.other_state})
     shardings = jax.tree_util.tree_map_with_path(
-        lambda keys, _: layout.sharding(places[keys[0].idx][path_of(keys[1:])].stored), shapes
+        lambda keys, _: layout.sharding(places[keys[0].idx][format_path(keys[1:])].stored), shapes
     )
     # the caller may have set another mesh
     meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.device_mesh)

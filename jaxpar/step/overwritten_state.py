@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import Tree, path_of
+from jaxpar.sharding.names import Tree, format_path
 from jaxpar.step.losses import nonzero_count
 
 
@@ -56,7 +56,7 @@ def check_overwritten(layout: Layout) -> None:
 
 def _map_paths(paths: Set[str], change, keep, state: Tree, *others: Tree) -> Tree:
     def apply(keys, *leaves):
-        return (change if path_of(keys) in paths else keep)(*leaves)
+        return (change if format_path(keys) in paths else keep)(*leaves)
 
     return jax.tree_util.tree_map_with_path(apply, state, *others)
 

@@ -20,7 +20,7 @@ from jaxpar.optim.wrappers import check_optimizer_type
 from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.state_specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.parallel.unsharded_arrays import check_optimizer_arrays
-from jaxpar.sharding.names import Tree, path_of, shard_shape
+from jaxpar.sharding.names import Tree, format_path, shard_shape
 from jaxpar.step.frozen_parameters import drop_paths, frozen_paths
 from jaxpar.units import show_count
 
@@ -207,7 +207,7 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
     """Returns specs of an exchange's state: those of the optimizer's arrays; `data` also splits per-replica arrays."""
 
     def is_per_replica(keys, leaf) -> bool:
-        if path_of(keys[:1]) == "each":
+        if format_path(keys[:1]) == "each":
             return True
         owner = owner_path(layout, keys)
         # a scalar parameter's own shape, (), also has no dims after dim 0
@@ -215,7 +215,7 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
 
     def pieces(keys, leaf, spec: PartitionSpec) -> PartitionSpec:
         owner = owner_path(layout, keys)
-        if path_of(keys[:1]) != "pieces" or owner is None:
+        if format_path(keys[:1]) != "pieces" or owner is None:
             return spec
         dim = piece_dim(trained_shards(layout)[owner].shape, layout.sizes["data"])
         return spec if dim is None else piece_spec(spec, dim, leaf.ndim)
@@ -239,7 +239,7 @@ def optimizer_traffic(layout: Layout, state: State) -> tuple[Traffic, ...]:
     one_replica = replica_shapes(state.optimizer)
     specs = jax.tree.leaves(optimizer_specs(layout, one_replica), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     parts = {
-        path_of(keys): ShardShape(shard_shape(leaf.shape, spec, layout.sizes), leaf.dtype, total_size=leaf.size)
+        format_path(keys): ShardShape(shard_shape(leaf.shape, spec, layout.sizes), leaf.dtype, total_size=leaf.size)
         for (keys, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(one_replica), specs, strict=True)
     }
     return exchange.optimizer_traffic(parts, replicas)

@@ -24,7 +24,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.pipeline.run.asynchronous import history, plan_versions
 from jaxpar.pipeline.run.tick_program import COLUMNS, program
 from jaxpar.pipeline.tables.library import schedule
-from jaxpar.sharding.names import Compute, path_of
+from jaxpar.sharding.names import Compute, format_path
 
 pytestmark = pytest.mark.xdist_group("asynchronous")  # what is compiled is shared
 MICROBATCHES, STEPS, RATE, EXACT = 8, 3, 0.1, 1e-6
@@ -104,7 +104,7 @@ def piece(stage, stages, tree):
     """Returns what a stage has of a tree: its layers, the embedding on the first, the head on the last."""
 
     def own(keys, x):
-        path, layers = path_of(keys), x.shape[:1]
+        path, layers = format_path(keys), x.shape[:1]
         if x.ndim == 0:
             return x
         if "blocks" in path:

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr
 
 from jaxpar.errors import JaxparError
 from jaxpar.plan.model.splits import SplitTraffic
-from jaxpar.sharding.names import Blueprint, path_of
+from jaxpar.sharding.names import Blueprint, format_path
 from jaxpar.specs.sequences import AXIS, gathered_arrays, sequences_split, split_dims
 from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import summed_loss
@@ -77,6 +77,6 @@ def trace_sequences(
     divided = tuple(size for size in sizes if all(length % size == 0 for length in lengths))
     if not divided:
         return None, f"none of {', '.join(map(str, sizes))} divides the {max(lengths):,} tokens of a row"
-    paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params))
+    paths = tuple(format_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params))
     first = len(paths) + len(jax.tree.leaves(model_state))
     return SequenceTrace(jaxpr=jaxpr, paths=paths, batch=range(first, first + len(rows)), sizes=divided), ""

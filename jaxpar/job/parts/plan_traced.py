@@ -35,7 +35,7 @@ from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced_model import TracedModel
 from jaxpar.plan.traced_shape import ShardAmounts, TracedShape
 from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Blueprint, nest, path_of, shard_bytes
+from jaxpar.sharding.names import Blueprint, format_path, nest, shard_bytes
 from jaxpar.sharding.nnx_hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.specs.trace import summed_loss
@@ -227,7 +227,7 @@ def _argument_numbers(
     params: object, model_state: object, batch: object, frozen: Collection[str]
 ) -> dict[str, Sequence]:
     """Returns the paths of parameters, the numbers of the arguments of the batch, and those of results by parameter."""
-    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [format_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     first, results = len(paths) + len(jax.tree.leaves(model_state)), count(1)
     return {
         "paths": paths,

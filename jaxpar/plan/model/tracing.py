@@ -16,7 +16,7 @@ from jaxpar.plan.model.liveness import Estimate, estimate
 from jaxpar.plan.model.program import MatmulKind, SizedProgram, TracedMatmul, value
 from jaxpar.plan.model.program_reader import read_program
 from jaxpar.plan.model.splits import Sizes
-from jaxpar.sharding.names import DISPATCH, path_of
+from jaxpar.sharding.names import DISPATCH, format_path
 
 Context = Callable[[], AbstractContextManager[Any]]
 COUNTED = 2  # rows at which amounts are counted: a single row could be broadcast
@@ -175,7 +175,7 @@ def _program(
 
 
 def _frozen_places(params: Any, frozen: Collection[str]) -> set[int]:
-    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [format_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     return {place for place, path in enumerate(paths) if path in frozen}
 
 

@@ -14,7 +14,7 @@ import jax
 from jaxpar.models.islands import use_islands
 from jaxpar.sharding.author.explicit import no_mesh, sharding_translation
 from jaxpar.sharding.infer_names.from_words import InferredDims, infer_by_words
-from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, path_of
+from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, format_path
 from jaxpar.sharding.nnx_hooks import step_hooks
 
 CUT = {"heads", "mlp", "vocab", "channels"}
@@ -87,7 +87,7 @@ def trace_program(init: Callable, bind: Callable, call: Callable[[Any], Any]) ->
 
     with sharding_translation(), step_hooks(), no_mesh():
         values, state = jax.eval_shape(init, jax.random.key(0))
-        paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
+        paths = tuple(format_path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
         # all experts in one matmul: in a loop over them, a stack of experts would look like a stack of layers
         with use_islands({"mixture": active_experts}):
             return jax.make_jaxpr(program)(values, state), paths

@@ -19,7 +19,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange
 from jaxpar.optim.eval_params import eval_arrays
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import Tree, leaves_by_path, path_of
+from jaxpar.sharding.names import Tree, format_path, leaves_by_path
 from jaxpar.step.state import HOST, State
 
 _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
@@ -94,7 +94,7 @@ def check_matches_step(state: State, expected: State, placed: State) -> None:
             strict=True,
         )
         for (keys, leaf), want, place in flat:
-            _check_leaf(f"{part}/{path_of(keys)}", leaf, want, place, whose)
+            _check_leaf(f"{part}/{format_path(keys)}", leaf, want, place, whose)
 
 
 def check_matches_layout(state: State, layout: Layout) -> None:
@@ -148,7 +148,9 @@ def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
         raise _tree_error(name, before, after)
     written, structure = jax.tree_util.tree_flatten_with_path(after)
     pairs = zip(written, jax.tree.leaves(before), strict=True)
-    return jax.tree.unflatten(structure, [_cast_leaf(name, path_of(keys), x, initial) for (keys, x), initial in pairs])
+    return jax.tree.unflatten(
+        structure, [_cast_leaf(name, format_path(keys), x, initial) for (keys, x), initial in pairs]
+    )
 
 
 def _cast_leaf(name: str, path: str, written: ArrayLike, made: jax.Array) -> Any:
@@ -177,7 +179,9 @@ def _kind(dtype: DTypeLike) -> float:
 
 
 def _tree_error(name: str, before: Tree, after: Tree) -> JaxparError:
-    path_sets = ({path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
+    path_sets = (
+        {format_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after)
+    )
     before_paths, after_paths = path_sets
     where = ", ".join(sorted(before_paths ^ after_paths)[:3]) or "a container of another type"
     return refuse(

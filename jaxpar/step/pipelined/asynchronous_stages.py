@@ -20,7 +20,7 @@ from jaxpar.pipeline.run.branch_updates import OptimizerArrays, UpdatingBranchTa
 from jaxpar.pipeline.run.shard_exchange import ShardExchange, sum_dtype
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.run.tick_program import program
-from jaxpar.sharding.names import SCOPE, Tree, leaves_by_path, nest, path_of
+from jaxpar.sharding.names import SCOPE, Tree, format_path, leaves_by_path, nest
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.asynchronous_updates import check_unsharded
@@ -120,7 +120,7 @@ class AsyncUnequalStages(UnequalStages):
         leaves, tree = jax.tree_util.tree_flatten_with_path(state)
         names, owners = [], {}
         for number, (keys, leaf) in enumerate(leaves):
-            name, owner = f"{number} {path_of(keys)}", owner_path(self.layout, keys)
+            name, owner = f"{number} {format_path(keys)}", owner_path(self.layout, keys)
             names.append(name)
             if owner and leaf.shape == self.layout.placements[owner].leaf.shape:
                 owners[name] = owner

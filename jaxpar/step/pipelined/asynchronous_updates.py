@@ -21,7 +21,7 @@ from jaxpar.parallel.state_specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import AsynchronousTable, plan_versions, stage_update
 from jaxpar.pipeline.run.stage_buffers import slot_shapes
 from jaxpar.pipeline.run.tick_program import program
-from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
+from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, format_path, nest, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
@@ -217,5 +217,5 @@ def _tree(shardings: Shardings, shared: Mapping, layers: Mapping) -> Tree:
 
 
 def _owner_path(shardings: Shardings, keys) -> str:
-    words = path_of(keys).split("/")
+    words = format_path(keys).split("/")
     return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in shardings.shared_keys), "")

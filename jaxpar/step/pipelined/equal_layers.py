@@ -19,7 +19,7 @@ from jaxpar.jaxprs.dataflow import Traced, is_key, variables
 from jaxpar.models.stack import SequentialLayers, call_at_layers
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.infer_stacks import layer_modules
-from jaxpar.sharding.names import Tree, path_of, pick
+from jaxpar.sharding.names import Tree, format_path, pick
 from jaxpar.step.pipelined.layer_state import makes_keys
 
 
@@ -182,7 +182,7 @@ def _programs(traced: Traced, layout: Layout, span: int) -> list[_Program]:
     closed = traced.flat
     jaxpr = closed.jaxpr
     keys, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(traced.inputs, range(len(jaxpr.invars))))
-    paths = {jaxpr.invars[i]: path_of(key) for key, i in keys}
+    paths = {jaxpr.invars[i]: format_path(key) for key, i in keys}
     names: dict[Var, Any] = dict(zip(jaxpr.constvars, map(_value, closed.consts), strict=True))
     outs = jax.tree.unflatten(traced.outputs, jaxpr.outvars)
     return [

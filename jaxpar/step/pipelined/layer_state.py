@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxpar.jaxprs.dataflow import Traced, is_key, needed_equations, subfunction
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.infer_stacks import layer_modules
-from jaxpar.sharding.names import Tree, path_of
+from jaxpar.sharding.names import Tree, format_path
 
 LeafGroups = Sequence[
     tuple[int, ...]
@@ -30,7 +30,7 @@ def leaf_indices(layout: Layout, model_state: Tree) -> LeafGroups:
     stack; for a list, the leaves inside its layers.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(model_state)
-    paths = {path_of(keys): i for i, (keys, _) in enumerate(leaves)}
+    paths = {format_path(keys): i for i, (keys, _) in enumerate(leaves)}
     if layout.lists:
         return _list_leaf_indices(layout, paths)
     stacked = {path: layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
