@@ -239,10 +239,10 @@ def layer_kinds(settings: DecoderConfig) -> tuple[LayerKind, ...]:
     s = settings
     kinds = []
     yarn = s.rope_yarn if s.rope_yarn.factor else None
-    long = replace(s.rope_long, attention_factor=s.rope_long.magnitude(s.seq)) if s.rope_long.seq else None
+    longrope = replace(s.longrope, attention_factor=s.longrope.magnitude(s.seq)) if s.longrope.seq else None
     for window, base, factor in s.layer_attention:
         rotates = s.position == "rotary" and base > 0
-        rope = Rope(base, tuple(s.rope_stretch), factor, s.rope_share, yarn, long) if rotates else None
+        rope = Rope(base, tuple(s.rope_stretch), factor, s.rope_share, yarn, longrope) if rotates else None
         kinds.append(LayerKind(rope, window or None))
     return tuple(kinds)
 

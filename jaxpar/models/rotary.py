@@ -21,7 +21,7 @@ class Rope:
       factor: Positions are divided by it, as for the global layers of Gemma 3 (arXiv:2306.15595).
       share: Share of a head's dims that rotate, the first ones; 0.25 in GPT-NeoX.
       yarn: YaRN's scaling, or None.
-      long: LongRoPE's scaling, or None.
+      longrope: LongRoPE's scaling, or None.
     """
 
     base: float
@@ -29,12 +29,12 @@ class Rope:
     factor: float = 1.0
     share: float = 1.0
     yarn: YarnConfig | None = None
-    long: LongRopeConfig | None = None
+    longrope: LongRopeConfig | None = None
 
     @property
     def magnitude(self) -> float:
         """Factor of the rotated dims."""
-        return self.yarn.magnitude if self.yarn else self.long.attention_factor if self.long else 1.0
+        return self.yarn.magnitude if self.yarn else self.longrope.attention_factor if self.longrope else 1.0
 
     def frequencies(self, pairs: int, seq: int = 0) -> jax.Array:
         """Radians per position of sequences of `seq` tokens. Shape [pairs], float32."""
@@ -43,8 +43,8 @@ class Rope:
             first, last = self.yarn.ramp(2 * pairs, self.base)
             slow_share = jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - first) / (last - first), 0, 1)
             return frequency * (1 - slow_share + slow_share / self.yarn.factor)
-        if self.long:
-            factors = self.long.long if seq > self.long.seq else self.long.short
+        if self.longrope:
+            factors = self.longrope.long_factors if seq > self.longrope.seq else self.longrope.short_factors
             return frequency / jnp.asarray(factors, jnp.float32)
         if not self.stretch:
             return frequency

@@ -249,7 +249,7 @@ def test_a_family_trains_on_any_mesh_as_plain_flax_on_one_device(name):
     settings = load(SAVED / name).settings
     settings = replace(settings, layers=8) if name == "smollm3" else settings
     if name == "phi3_longrope":  # the rows, not a device's half of each, are longer than the original length
-        settings = replace(settings, rope_long=replace(settings.rope_long, seq=12))
+        settings = replace(settings, longrope=replace(settings.longrope, seq=12))
     settings = replace(settings, experts=replace(settings.experts, balance=0.0))
     tokens = (np.random.default_rng(0).zipf(1.3, (16, 17)) % 40).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

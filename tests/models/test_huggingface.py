@@ -209,7 +209,7 @@ CONFIGS = [
     ("phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0]}, "lists short_factor and long_factor"),
     ("phi3", "rope_scaling", LONGROPE | {"type": "dynamic"}, "rope_scaling", "dynamic"),
     ("phi3", "rope_scaling", LONGROPE | {"factor": 2.0}, "rope_scaling", "longrope"),
-    ("phi3", "rope_scaling", LONGROPE | {"long_factor": [1.0, -2.0]}, "rope_long.long", "a factor above 0"),
+    ("phi3", "rope_scaling", LONGROPE | {"long_factor": [1.0, -2.0]}, "longrope.long_factors", "a factor above 0"),
     ("phi3", "rope_scaling", LONGROPE | {"long_factor": [1.0]}, "2 short and 1 long factors for 2 pairs"),
     ("phi3", "rope_parameters", LONGROPE | {"original_max_position_embeddings": 8},
      "original_max_position_embeddings = 4096, and 8"),
@@ -297,14 +297,14 @@ def test_yarn_without_a_length_scales_the_model_s_own(tmp_path):
 def test_longrope_has_the_names_of_phi_3_s_folders(kind, tmp_path):
     rope = {"rope_scaling": LONGROPE | {"type": kind}, "original_max_position_embeddings": 16}
     settings = load(changed("phi3", tmp_path / "model", **rope)).settings
-    long = settings.rope_long
-    assert (long.seq, long.short, long.long) == (16, (1.0, 1.5), (2.0, 4.0))
-    assert long.attention_factor == pytest.approx((1 + np.log(64 / 16) / np.log(16)) ** 0.5)
+    longrope = settings.longrope
+    assert (longrope.seq, longrope.short_factors, longrope.long_factors) == (16, (1.0, 1.5), (2.0, 4.0))
+    assert longrope.attention_factor == pytest.approx((1 + np.log(64 / 16) / np.log(16)) ** 0.5)
 
 
-def long_phi3(seq, **long):
-    long = {"seq": 16, "short": [1.0, 1.5], "long": [2.0, 4.0]} | long
-    return replace(load(SAVED / "phi3").settings, seq=seq, rope_long=long)
+def long_phi3(seq, **longrope):
+    longrope = {"seq": 16, "short_factors": [1.0, 1.5], "long_factors": [2.0, 4.0]} | longrope
+    return replace(load(SAVED / "phi3").settings, seq=seq, longrope=longrope)
 
 
 @pytest.mark.parametrize(("seq", "expected"), [(64, 1.5**0.5), (16, 1.0), (8, 1.0)])
@@ -321,18 +321,22 @@ def test_an_exported_phi3_has_the_attention_factor_that_transformers_computes(se
 
 def test_an_attention_factor_that_no_phi3_folder_has_is_refused():
     refused(lambda: make_config(long_phi3(64, attention_factor=2.0), "float32", origin="phi3"),
-            "rope_long.attention_factor = 2.0 with model.seq = 64", "here it is 1.22474",
-            "rope_long.attention_factor = 0")  # fmt: skip
+            "longrope.attention_factor = 2.0 with model.seq = 64", "here it is 1.22474",
+            "longrope.attention_factor = 0")  # fmt: skip
 
 
 def test_rotary_frequencies_are_scaled_in_one_way():
     refused(lambda: replace(LLAMA, rope_stretch=(8.0, 1.0, 4.0, 16.0), rope_yarn=YarnConfig(factor=2.0, seq=8)),
             "rope_stretch and rope_yarn", "scaled in one way")  # fmt: skip
-    refused(lambda: replace(LLAMA, rope_long={"seq": 8, "short": 2.0}), "rope_long.short = 2.0", "a factor above 0")
+    refused(
+        lambda: replace(LLAMA, longrope={"seq": 8, "short_factors": 2.0}),
+        "longrope.short_factors = 2.0",
+        "a factor above 0",
+    )
     refused(lambda: replace(LLAMA, rope_base=1.0, rope_yarn=YarnConfig(factor=2.0, seq=8)), "rope_base of 1")
 
 
-LONG = {"seq": 8, "short": [1.0] * 2, "long": [2.0] * 2}
+LONG = {"seq": 8, "short_factors": [1.0] * 2, "long_factors": [2.0] * 2}
 # settings, what is said
 UNUSED = [
     ({"rope_yarn": {"seq": 32}}, "rope_yarn.seq = 32 without rope_yarn.factor"),
@@ -341,11 +345,15 @@ UNUSED = [
     ({"rope_yarn": {"factor": "4", "seq": 32}}, "factor is a number"),
     ({"rope_yarn": {"factor": 4.0, "seq": 32, "truncate": "no"}}, "rope_yarn.truncate = 'no'"),
     ({"rope_yarn": [4.0]}, "rope_yarn = [4.0]", "YarnConfig", "factor, seq"),
-    ({"rope_long": 8}, "rope_long = 8", "LongRopeConfig"),
-    ({"rope_long": {"short": [1.0], "long": [2.0]}}, "rope_long.short = (1.0,)", "without rope_long.seq"),
-    ({"rope_long": LONG | {"attention_factor": -1.0}}, "model.rope_long.attention_factor = -1.0"),
+    ({"longrope": 8}, "longrope = 8", "LongRopeConfig"),
+    (
+        {"longrope": {"short_factors": [1.0], "long_factors": [2.0]}},
+        "longrope.short_factors = (1.0,)",
+        "without longrope.seq",
+    ),
+    ({"longrope": LONG | {"attention_factor": -1.0}}, "model.longrope.attention_factor = -1.0"),
     ({"rope_yarn": {"factor": 4.0, "seq": 32}, "position": "learned"}, 'rope_yarn with position = "learned"'),
-    ({"rope_long": LONG, "position": "learned"}, 'rope_long with position = "learned"'),
+    ({"longrope": LONG, "position": "learned"}, 'longrope with position = "learned"'),
 ]
 
 

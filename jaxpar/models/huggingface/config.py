@@ -123,8 +123,8 @@ def _resolve(settings: DecoderConfig) -> dict[str, Any]:
     yarn = settings.rope_yarn
     if yarn.factor:
         values["rope_yarn"] = dataclasses.replace(yarn, attention_factor=yarn.magnitude)
-    if (long := settings.rope_long).seq:
-        values["rope_long"] = dataclasses.replace(long, attention_factor=long.magnitude(settings.seq))
+    if (longrope := settings.longrope).seq:
+        values["longrope"] = dataclasses.replace(longrope, attention_factor=longrope.magnitude(settings.seq))
     values |= {"kv_heads": settings.kv_heads or settings.heads, "head_dim": settings.head_width}
     values |= {
         "hidden": settings.width,
@@ -136,7 +136,7 @@ def _resolve(settings: DecoderConfig) -> dict[str, Any]:
     for place, key in enumerate(("windows", "rope_bases", "rope_factors")):
         values[key] = [kinds[i % len(kinds)][place] for i in range(min(settings.layers, MOST_LAYERS))]
     if not rotary:
-        values |= dict.fromkeys(("rope_bases", "rope_factors", "rope_share", "rope_yarn", "rope_long"))
+        values |= dict.fromkeys(("rope_bases", "rope_factors", "rope_share", "rope_yarn", "longrope"))
     else:
         values["rope_factors"] = [
             factor if base else 1.0 for base, factor in zip(values["rope_bases"], values["rope_factors"], strict=True)

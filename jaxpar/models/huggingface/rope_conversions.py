@@ -1,6 +1,6 @@
 """Converts rotary frequencies of a config.json into settings of a decoder, and back.
 
-    rope_scaling     plain, llama3 (`rope_stretch`), yarn (`rope_yarn`), or longrope of Phi-3 (`rope_long`)
+    rope_scaling     plain, llama3 (`rope_stretch`), yarn (`rope_yarn`), or longrope (Phi-3)
     rope_parameters  the same in transformers 5, which `config.py` moves to the keys of transformers 4
 
 Source: modeling_rope_utils.py of transformers 4.57.
@@ -113,27 +113,29 @@ def _read_longrope(config: Config) -> dict[str, Any]:
             fix="another model",
         )
     original = integer(config, ORIGINAL) or LONGROPE_SEQ
-    long = LongRopeConfig(seq=original, short=tuple(rope["short_factor"]), long=tuple(rope["long_factor"]))
+    longrope = LongRopeConfig(
+        seq=original, short_factors=tuple(rope["short_factor"]), long_factors=tuple(rope["long_factor"])
+    )
     # a number, so that a run with another model.seq has the factor of its folder
-    default = long.magnitude(integer(config, LONGEST) or LONGROPE_SEQ)
-    return {"rope_long": replace(long, attention_factor=number(rope, "attention_factor", default))}
+    default = longrope.magnitude(integer(config, LONGEST) or LONGROPE_SEQ)
+    return {"longrope": replace(longrope, attention_factor=number(rope, "attention_factor", default))}
 
 
 def _write_longrope(settings: DecoderConfig) -> dict[str, Any]:
-    long = settings.rope_long
-    if not long.seq:
+    longrope = settings.longrope
+    if not longrope.seq:
         return _write_rope(settings)
-    keys: dict[str, Any] = {"short_factor": list(long.short), "long_factor": list(long.long)}
-    default = replace(long, attention_factor=0.0).magnitude(settings.seq)
-    if not math.isclose(long.magnitude(settings.seq), default, rel_tol=1e-6):
+    keys: dict[str, Any] = {"short_factor": list(longrope.short_factors), "long_factor": list(longrope.long_factors)}
+    default = replace(longrope, attention_factor=0.0).magnitude(settings.seq)
+    if not math.isclose(longrope.magnitude(settings.seq), default, rel_tol=1e-6):
         raise refuse(
-            f"rope_long.attention_factor = {long.attention_factor} with model.seq = {settings.seq}",
+            f"longrope.attention_factor = {longrope.attention_factor} with model.seq = {settings.seq}",
             rule="the attention factor of a Phi-3 folder follows from max_position_embeddings, which is model.seq, and "
-            f"{ORIGINAL}, which is rope_long.seq = {long.seq}: here it is {default:.6g}",
-            fix="model.seq of the folder that the run started from, or rope_long.attention_factor = 0",
+            f"{ORIGINAL}, which is longrope.seq = {longrope.seq}: here it is {default:.6g}",
+            fix="model.seq of the folder that the run started from, or longrope.attention_factor = 0",
         )
-    parameters = {"rope_type": "longrope", **keys, ORIGINAL: long.seq, "rope_theta": settings.rope_base}
-    return {"rope_scaling": {"type": "longrope", **keys}, ORIGINAL: long.seq, "rope_parameters": parameters}
+    parameters = {"rope_type": "longrope", **keys, ORIGINAL: longrope.seq, "rope_theta": settings.rope_base}
+    return {"rope_scaling": {"type": "longrope", **keys}, ORIGINAL: longrope.seq, "rope_parameters": parameters}
 
 
 LONGROPE = Conversion(("rope_scaling", ORIGINAL), _read_longrope, _write_longrope)

@@ -90,7 +90,7 @@ class DecoderConfig(Keywords):
       rope_share: Share of a head's dims that rotate; 0.25 in GPT-NeoX.
       rope_stretch: [factor, low, high, seq] of Llama 3.1's frequency scaling, [8.0, 1.0, 4.0, 8192.0]; [] for none.
       rope_yarn: YaRN's frequency scaling: settings of `YarnConfig`, or a dict of them.
-      rope_long: LongRoPE's frequency scaling (Phi-3): settings of `LongRopeConfig`, or a dict of them.
+      longrope: LongRoPE's frequency scaling (Phi-3): settings of `LongRopeConfig`, or a dict of them.
       windows: Attention windows of layers in tokens, repeated: [4096, 0] in Gemma 2; 0 is no window; [] for none.
       attention_scale: Factor of attention's scores; 0 means 1 / sqrt(head_dim).
       attention_softcap: Scores x become softcap * tanh(x / softcap); 0 for none. 50 in Gemma 2.
@@ -131,7 +131,7 @@ class DecoderConfig(Keywords):
     rope_share: float = 1.0
     rope_stretch: tuple[float, ...] = ()
     rope_yarn: YarnConfig = field(default_factory=YarnConfig)
-    rope_long: LongRopeConfig = field(default_factory=LongRopeConfig)
+    longrope: LongRopeConfig = field(default_factory=LongRopeConfig)
     windows: tuple[int, ...] = ()
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
@@ -144,7 +144,7 @@ class DecoderConfig(Keywords):
     scan: bool = True
 
     def __post_init__(self):
-        for name, config in (("experts", ExpertsConfig), ("rope_yarn", YarnConfig), ("rope_long", LongRopeConfig)):
+        for name, config in (("experts", ExpertsConfig), ("rope_yarn", YarnConfig), ("longrope", LongRopeConfig)):
             if isinstance(values := getattr(self, name), Mapping):
                 object.__setattr__(self, name, config(**values))
             elif not isinstance(values, config):
@@ -252,10 +252,10 @@ def _check_frequencies(config: DecoderConfig) -> None:
             rule="rope_stretch is [factor >= 1, low, high, seq] with 0 < low < high < 1e9 and 0 < seq < 1e9, or []",
             fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
         )
-    scalings = {"rope_stretch": stretch, "rope_yarn": config.rope_yarn.factor, "rope_long": config.rope_long.seq}
+    scalings = {"rope_stretch": stretch, "rope_yarn": config.rope_yarn.factor, "longrope": config.longrope.seq}
     if len(names := [name for name, value in scalings.items() if value]) > 1:
         raise refuse(" and ".join(names), rule="rotary frequencies are scaled in one way", fix=f"{names[0]} alone")
-    if config.position == "learned" and (names := [name for name in ("rope_yarn", "rope_long") if scalings[name]]):
+    if config.position == "learned" and (names := [name for name in ("rope_yarn", "longrope") if scalings[name]]):
         raise refuse(
             f'{names[0]} with position = "learned"',
             rule=f"{names[0]} scales the frequencies of rotary positions",
@@ -268,12 +268,12 @@ def _check_frequencies(config: DecoderConfig) -> None:
             fix="rope_base = 10000.0",
         )
     pairs = int(config.head_width * config.rope_share) // 2
-    counts = len(config.rope_long.short), len(config.rope_long.long)
-    if config.rope_long.seq and counts != (pairs, pairs):
+    counts = len(config.longrope.short_factors), len(config.longrope.long_factors)
+    if config.longrope.seq and counts != (pairs, pairs):
         raise refuse(
-            f"rope_long with {counts[0]} short and {counts[1]} long factors for {pairs} pairs of rotary dims",
+            f"longrope with {counts[0]} short and {counts[1]} long factors for {pairs} pairs of rotary dims",
             rule="LongRoPE has a factor for each pair of rotary dims",
-            fix=f"{pairs} numbers each in rope_long.short and rope_long.long",
+            fix=f"{pairs} numbers each in longrope.short_factors and longrope.long_factors",
         )
 
 

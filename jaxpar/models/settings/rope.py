@@ -76,31 +76,31 @@ class LongRopeConfig(Keywords):
 
     Attributes:
       seq: The original context length (original_max_position_embeddings); 0 for no LongRoPE.
-      short: Factor of each pair in sequences of at most `seq` tokens, by which its frequency is divided.
-      long: The same in longer sequences.
+      short_factors: Factor of each pair in sequences of at most `seq` tokens, by which its frequency is divided.
+      long_factors: The same in longer sequences.
       attention_factor: Factor of the rotated queries and keys, of any length; 0 means sqrt(1 + ln(L / seq) / ln(seq))
         of a model whose `seq` is L, or 1 if L is not longer.
     """
 
     seq: int = 0
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     attention_factor: float = 0.0
 
     def __post_init__(self):
-        check_ranges(self, "model.rope_long", {"seq": (0, 1e9), "attention_factor": (0, 1e6)})
+        check_ranges(self, "model.longrope", {"seq": (0, 1e9), "attention_factor": (0, 1e6)})
         self._check_lists()
         if not self.seq:
             rule = "LongRoPE has the original context length"
-            _check_unused(self, "rope_long", key="seq", rule=rule, fix="rope_long.seq = 4096")
+            _check_unused(self, "longrope", key="seq", rule=rule, fix="longrope.seq = 4096")
 
     def _check_lists(self):
-        for name in ("short", "long"):
+        for name in ("short_factors", "long_factors"):
             values = getattr(self, name)
             is_list = isinstance(values, (list, tuple)) and (values or not self.seq)
             if not is_list or not all(type(value) in (int, float) and 0 < value < 1e9 for value in values):
                 raise refuse(
-                    f"rope_long.{name} = {values!r:.80}",
+                    f"longrope.{name} = {values!r:.80}",
                     rule="LongRoPE has a factor above 0 for each pair of rotary dims",
                     fix=f"{name} = [1.0, ...], or seq = 0",
                 )
