@@ -15,7 +15,7 @@ from jaxpar.step.shard_batch import check_lists
 
 A_BATCH = "a batch is a dict of arrays"
 PAIR = "{'inputs': x, 'labels': y}"
-STACKED = "{key: np.stack([example[key] for example in examples]) for key in examples[0]}"
+STACK_EXAMPLES = "{key: np.stack([example[key] for example in examples]) for key in examples[0]}"
 
 
 class Stream:
@@ -163,7 +163,7 @@ def _as_batch(batch: object, size: int, name: str) -> Batch:
         raise refuse(
             f"{name} yields {describe_value(batch)}",
             rule=A_BATCH,
-            fix=f"{PAIR}, as lambda: ({PAIR} for x, y in loader)" if pair else _dict_of(batch),
+            fix=f"{PAIR}, as lambda: ({PAIR} for x, y in loader)" if pair else _suggest_dict(batch),
         )
     check_lists(batch)
     arrays = {}
@@ -189,21 +189,21 @@ def _as_batch(batch: object, size: int, name: str) -> Batch:
             raise refuse(
                 f"{name} yields {key} of shape {list(array.shape)}, train.global_batch = {size}",
                 rule="the first dim of every array is the global batch",
-                fix=(f"{size} rows in every array" if array.shape else f"leave {key!r} out") + _stacked(batch),
+                fix=(f"{size} rows in every array" if array.shape else f"leave {key!r} out") + _suggest_stack(batch),
             )
         arrays[key] = array
     return arrays
 
 
-def _dict_of(batch: object) -> str:
+def _suggest_dict(batch: object) -> str:
     """Way out for something that is no dict; an array may be one of a pair, which is data but no batches."""
     shape = getattr(batch, "shape", ())
     return f"{PAIR} as the data, if it is arrays x and y" if shape else "yield {'inputs': ..., 'targets': ...}"
 
 
-def _stacked(batch: Mapping[str, Any]) -> str:
+def _suggest_stack(batch: Mapping[str, Any]) -> str:
     """Adds the way out if this may be one example in place of a batch; rows of arrays, equally many, are a batch."""
     has_rows = any(isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 1 for value in batch.values())
     if has_rows and len(set(map(row_count, batch.values()))) == 1:
         return ""
-    return f"; or, if this is one example, stack many: {STACKED}"
+    return f"; or, if this is one example, stack many: {STACK_EXAMPLES}"

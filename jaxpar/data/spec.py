@@ -18,7 +18,7 @@ ROWS = ("jsonl", "parquet")
 TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
 PATHS = ("text", "arrays", "images", *ROWS)  # the sources that read `path`
 PICTURES = ("digits", "photographs", "arrays", "images")  # the sources that may be augmented
-OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # the keys of an evaluation set
+SET_KEYS = ("source", "path", "pattern", "column", "messages", "learn")  # the keys of an evaluation set
 SET_NAME = "[a-z][a-z0-9]*"  # a part of metric names: eval_wiki_loss
 SEQ = 128  # default tokens of an example of text
 AUGMENTATIONS = ("flip", "crop")
@@ -227,9 +227,9 @@ def check_path(spec: Data) -> None:
 
 def _set_problems(spec: Data, name: str) -> list[Problem]:
     key, table = f"data.sets.{name}", spec.sets[name]
-    if unknown := [item for item in table if item not in OF_SETS]:
+    if unknown := [item for item in table if item not in SET_KEYS]:
         return [
-            Problem(f"{key}.{unknown[0]}", f"a set has the keys {', '.join(OF_SETS)}", suggest(unknown[0], OF_SETS))
+            Problem(f"{key}.{unknown[0]}", f"a set has the keys {', '.join(SET_KEYS)}", suggest(unknown[0], SET_KEYS))
         ]
     if not re.fullmatch(SET_NAME, name):
         return [Problem(key, "a set's name is of small letters and digits, as in metrics", "data.sets.wiki")]

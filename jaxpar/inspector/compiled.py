@@ -35,7 +35,7 @@ from jaxpar.mesh.xla import dropped_option_warning, unknown_option
 
 CACHE_FORM = 2  # version of an entry: increment it whenever the fields or their meaning change
 _COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")
-_OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache")  # settings that do not affect programs
+_CACHE_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache")  # settings that do not affect programs
 _DIGEST = hashlib.sha256().digest_size
 _NOISE = (
     "cuda_plugin_extension is not found",
@@ -252,7 +252,7 @@ def cache_file(lowered: Lowered, devices: Sequence[Any], options: dict[str, Any]
         "described": find_target_config(devices[0]) or platform.node(),
         "options": options,
         "flags": os.environ.get("XLA_FLAGS"),
-        "settings": {name: repr(v) for name, v in jax.config.values.items() if not name.startswith(_OF_CACHES)},
+        "settings": {name: repr(v) for name, v in jax.config.values.items() if not name.startswith(_CACHE_SETTINGS)},
         "versions": {name: _version(name) for name in _COMPILERS},
     }
     return Path(folder) / "inspected" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

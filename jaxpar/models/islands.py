@@ -38,7 +38,7 @@ from jaxpar.models.custom_gradients import float32_attention
 MIXTURE = "jp.mixture(expert, params, x, choices, weights), which sends tokens to their experts alone"
 
 Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal, window, segments, softcap) -> bshk
-BY_BLOCKS = f"attention runs in blocks of at most {BLOCK} keys and keeps no scores: rows of more than {LONG} keys"
+BLOCKS_NOTE = f"attention runs in blocks of at most {BLOCK} keys and keeps no scores: rows of more than {LONG} keys"
 # dim names of attention's arguments, for models that name them and implementations that look up their sharding
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")
@@ -129,7 +129,7 @@ def single_device_attention(
     fused = softcap is None and fits_cudnn(q_bshk, causal=causal, window=window, segments=segments)
     kernel_overridden = _kernel.get() is not None and q_bshk.dtype != jnp.float32 and plain
     if blocks and runs_blockwise(k_btgk, fused=fused or kernel_overridden):
-        note(BY_BLOCKS)
+        note(BLOCKS_NOTE)
         return blockwise(q_bshk, k_btgk, v_btgk, rule=AttentionMask(causal, window, softcap), segments_bs=segments)
     if plain:
         return unsharded_attention(q_bshk, k_btgk, v_btgk, causal=causal)

@@ -105,16 +105,16 @@ def waiting_share(schedule: Schedule, times: OpTimes) -> float:
     runs = [schedule.group / counts[schedule.locate(part)[0]] for part in range(schedule.parts)]
 
     def group_times(op: float | tuple[float, ...]) -> tuple[float, ...]:
-        of_parts = op if isinstance(op, tuple) else (op,) * schedule.parts
-        return tuple(time * number for time, number in zip(of_parts, runs, strict=True))
+        part_times = op if isinstance(op, tuple) else (op,) * schedule.parts
+        return tuple(time * number for time, number in zip(part_times, runs, strict=True))
 
-    of_ticks = replace(
+    tick_times = replace(
         times,
         forward=group_times(times.forward),
         backward=group_times(times.backward),
         weights=group_times(times.weights),
     )
-    prices = price(schedule, of_ticks)
+    prices = price(schedule, tick_times)
     work = sum(count * busy for count, busy in zip(counts, prices.work, strict=True))
     return 1 - work / (sum(counts) * prices.barrier) if prices.barrier else 0.0
 

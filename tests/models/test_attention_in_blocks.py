@@ -178,7 +178,7 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
     monkeypatch.setattr(fused, "LONG", 32)
     with islands.use_islands({}) as called:
         long = both(run, given, weight)
-    assert called == {"attention", islands.BY_BLOCKS}
+    assert called == {"attention", islands.BLOCKS_NOTE}
     for got, want in zip(long, short, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -189,7 +189,7 @@ def test_queries_that_devices_share_do_not_run_by_blocks(monkeypatch):
     monkeypatch.setattr(fused, "LONG", 8)
     shape = jp.DecoderConfig(vocab=16, seq=16, layers=1, dim=8, heads=2, hidden=8)
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    for sizes, forms in (({"data": 8}, (islands.BY_BLOCKS,)), ({"data": 2, "context": 4}, ())):
+    for sizes, forms in (({"data": 8}, (islands.BLOCKS_NOTE,)), ({"data": 2, "context": 4}, ())):
         layout = jp.compose(partial(jp.Decoder, shape), jp.Parallel(**sizes))
         step = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1))
         step.lower(step.abstract(), {"inputs": tokens, "targets": tokens})

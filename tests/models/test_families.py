@@ -113,7 +113,7 @@ def test_published_configs_are_read_and_have_their_numbers_of_parameters(name):
 
 
 # model, keys without a value, keys with another, setting, its value: the configuration classes of transformers 4.57
-UNSAID = [
+MISSING_KEYS = [
     ("gemma2", ["hidden_activation"], {}, "activation_name", "gelu_tanh"),
     ("gemma3", ["hidden_activation"], {"hidden_act": "gelu"}, "activation_name", "gelu_tanh"),
     ("gemma", [], {"hidden_act": "gelu"}, "activation_name", "gelu_tanh"),
@@ -137,7 +137,7 @@ UNSAID = [
 ]
 
 
-@pytest.mark.parametrize(("name", "missing", "keys", "setting", "value"), UNSAID)
+@pytest.mark.parametrize(("name", "missing", "keys", "setting", "value"), MISSING_KEYS)
 def test_a_key_that_a_config_lacks_has_the_value_that_transformers_gives_it(name, missing, keys, setting, value):
     config = json.loads((SAVED / name / "config.json").read_text()) | keys
     _, settings = read_settings({key: item for key, item in config.items() if key not in missing})

@@ -75,7 +75,7 @@ def test_one_device_has_the_values_and_gradients_of_einsums(mask, long, monkeypa
         with islands.use_islands({}) as called:
             got = both(partial(jp.attention, **masks, softcap=CAP), three, weight)
         uncapped = both(partial(by_einsum, **masks), three, weight)
-    assert (islands.BY_BLOCKS in called) == long
+    assert (islands.BLOCKS_NOTE in called) == long
     for x, y, other in zip(got, wanted, uncapped, strict=True):
         assert x.dtype == jnp.float64
         np.testing.assert_allclose(x, y, atol=1e-12)

@@ -47,42 +47,42 @@ def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.A
 
 def broadcast(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x on every device."""
-    return _run(algorithms.broadcast(_rotate_devices(root, axis), (0, x.size)), x, axis)
+    return _run(algorithms.broadcast(_device_order(root, axis), (0, x.size)), x, axis)
 
 
 def reduce(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the sum of x over devices on the root; x is unchanged on other devices."""
-    return _select_on(root, _run(algorithms.reduce(_rotate_devices(root, axis), (0, x.size)), x, axis), x, axis)
+    return _select_on(root, _run(algorithms.reduce(_device_order(root, axis), (0, x.size)), x, axis), x, axis)
 
 
 def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns all devices' x on the root, zeros on other devices. Shape [devices, ...]."""
-    ranks = _rotate_devices(root, axis)
+    ranks = _device_order(root, axis)
     entries = _run(algorithms.gather(ranks, (0, len(ranks) * x.size)), _as_entry(x, axis, first=root), axis)
     return _select_on(root, jnp.roll(entries, root, axis=0), jnp.zeros_like(entries), axis)
 
 
 def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x[i] on the i-th device. x: [devices, ...]."""
-    entries = _run(algorithms.scatter(_rotate_devices(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
+    entries = _run(algorithms.scatter(_device_order(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
     return _entry_of_this_device(entries, axis, first=root)
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Returns all devices' x on every device. Shape [devices, ...]."""
-    ranks = _rotate_devices(0, axis)
+    ranks = _device_order(0, axis)
     return _run(algorithms.all_gather(ranks, (0, len(ranks) * x.size)), _as_entry(x, axis), axis)
 
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Returns the sum of x[i] over devices on the i-th device. x: [devices, ...]."""
-    return _entry_of_this_device(_run(algorithms.reduce_scatter(_rotate_devices(0, axis), (0, x.size)), x, axis), axis)
+    return _entry_of_this_device(_run(algorithms.reduce_scatter(_device_order(0, axis), (0, x.size)), x, axis), axis)
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
     """Sends entry i of each device's x to device i. Both x and the result are [devices, ...]."""
     received = _as_entry(_entry_of_this_device(x, axis), axis)  # this device's own entry is not sent
-    buffers = _run(algorithms.all_to_all(_rotate_devices(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
+    buffers = _run(algorithms.all_to_all(_device_order(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
     return buffers[1]
 
 
@@ -120,7 +120,7 @@ def _run(rounds: list[Round], x: jax.Array, axis: str) -> jax.Array:
     return run_rounds(rounds, x.reshape(-1), axis).reshape(x.shape)
 
 
-def _rotate_devices(root: int, axis: str) -> list[int]:
+def _device_order(root: int, axis: str) -> list[int]:
     """Returns the devices of an axis, with the root first."""
     count = jax.lax.axis_size(axis)
     return [(root + place) % count for place in range(count)]

@@ -29,8 +29,8 @@ LARGEST = 3.4e38  # of float32
 EXAMPLE = "{ log_uniform = [1e-4, 1e-2] }"
 ROOM = "optimizer."  # prefix of the settings that may differ between members
 MOST = 4096  # members, at most
-IN_ROUNDS = ("evolution", "swarm")  # methods in which members train anew in each round
-OF_METHOD = {  # settings of a sweep to the methods that use them
+ROUND_METHODS = ("evolution", "swarm")  # methods in which members train anew in each round
+METHODS_BY_SETTING = {  # settings of a sweep to the methods that use them
     "every": ("pbt", "evolution", "swarm"), "share": ("pbt", "evolution"), "factors": ("pbt",), "spread": ("evolution",)
 }  # fmt: skip
 
@@ -166,14 +166,14 @@ class Sweep:
         check_factors(self.factors)
         if not self.over:
             return
-        for key, methods in OF_METHOD.items():
+        for key, methods in METHODS_BY_SETTING.items():
             if getattr(self, key) != fields[key].default and self.method not in methods:
                 raise refuse(
                     f"sweep.{key} = {getattr(self, key)} with sweep.method = {self.method!r}",
                     rule=f"{key} is a setting of {' and '.join(methods)}",
                     fix=f'sweep.method = "{methods[0]}", or leave {key} out',
                 )
-        if self.method in IN_ROUNDS and self.every < 2:
+        if self.method in ROUND_METHODS and self.every < 2:
             raise refuse(f"sweep.every = {self.every}", rule="a round has two steps or more", fix="sweep.every = 100")
         settings, is_random = flatten_values(self.over), self.method != "grid"
         check_values(settings, self.method)
@@ -255,4 +255,4 @@ class Sweep:
 
     def steps(self, steps: int) -> int:
         """Returns the number of steps that a member trains for: one round if the method has rounds, else `steps`."""
-        return self.every if self.over and self.method in IN_ROUNDS else steps
+        return self.every if self.over and self.method in ROUND_METHODS else steps

@@ -22,7 +22,7 @@ TRAIN = ("eval_batches", "global_batch", "precision", "loss")  # keys of [train]
 OTHER_DATA = ("source", "path")  # keys of [data] that name other examples
 TOKENS = ("tokenizer", "vocab", "end")
 # keys of [data] that describe the run's own examples, and are not inherited by other data
-OF_RUN = {"weights": "[]", "evaluation": '""', "augment": "[]", "held_out": "0.0", "shuffle": "false"}
+OTHER_DATA_DEFAULTS = {"weights": "[]", "evaluation": '""', "augment": "[]", "held_out": "0.0", "shuffle": "false"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def choose_data(overrides: Sequence[str]) -> DataChoice:
 
 def with_defaults(overrides: Sequence[str], choice: DataChoice) -> list[str]:
     """Adds the keys that other data do not inherit from the run: all of its examples are evaluated, in order."""
-    defaults = OF_RUN if choice.is_other else {}
+    defaults = OTHER_DATA_DEFAULTS if choice.is_other else {}
     return [*(f"data.{key}={value}" for key, value in defaults.items()), *overrides]
 
 

@@ -34,7 +34,7 @@ LOST = {
     NAME: "what the job changes is not known",
     "run.json": "whether the data are those that it was trained on is not known",
 }
-UNSAID = ("run.", "metrics.")
+UNREPORTED_SECTIONS = ("run.", "metrics.")
 EXCHANGE = "parallel.exchange"  # another exchange has other keys: it counts as one change
 # how the data is read changes nothing; the data itself is compared by its fingerprint
 FREE = ("data.ahead", "data.images.threads", "data.path", "data.pattern", "data.sets", "data.source")
@@ -229,7 +229,7 @@ def compare_jobs(folder: Path, job: Job) -> list[KeyChange]:
     result = [
         KeyChange(key, old.get(key, MISSING), new.get(key, MISSING))
         for key in new | old
-        if not key.startswith(UNSAID) and old.get(key, MISSING) != new.get(key, MISSING)
+        if not key.startswith(UNREPORTED_SECTIONS) and old.get(key, MISSING) != new.get(key, MISSING)
     ]
     if old[f"{EXCHANGE}.name"] == new[f"{EXCHANGE}.name"]:
         return result

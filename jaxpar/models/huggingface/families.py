@@ -214,7 +214,7 @@ ALL_BIASES = Conversion(
     lambda config: {"use_bias": config.get("use_bias", True)},
     lambda settings: {"use_bias": len(settings.biased_parts) == 3},
 )
-UNREAD = Conversion(
+LEGACY_KEYS = Conversion(
     (
         "activation_function", "attention_softmax_in_fp32", "embedding_dropout", "layer_norm_epsilon", "mlp_type",
         "norm_type", "residual_dropout", "scale_attention_softmax_in_fp32", "scale_attn_weights",
@@ -374,7 +374,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 4096,
         },
         conversions=(
-            activation("hidden_act", default="gelu_pytorch_tanh"), ALL_BIASES, UNREAD, uniform_window(None), ROPE,
+            activation("hidden_act", default="gelu_pytorch_tanh"), ALL_BIASES, LEGACY_KEYS, uniform_window(None), ROPE,
         ),
         only={"use_bias": (True, False)},
     ),

@@ -184,8 +184,8 @@ def _vectors(settings: Any) -> int:
     q_dim, kv_dim = s.heads * s.head_width, kv_heads * s.head_width
     widths = {"qkv": q_dim + 2 * kv_dim, "out": s.dim, "mlp": s.width * (1 + s.gated) + s.dim}
     norms = (4 if s.norm_position == "both" else 2 - s.shared_norm) * _norm_vectors(s)
-    of_heads = {"none": 0, "head": 2 * s.head_width, "all_heads": q_dim + kv_dim}[s.qk_norm]
-    return norms + of_heads + sum(widths[part] for part in s.biased_parts)
+    qk_norms = {"none": 0, "head": 2 * s.head_width, "all_heads": q_dim + kv_dim}[s.qk_norm]
+    return norms + qk_norms + sum(widths[part] for part in s.biased_parts)
 
 
 # Protocols of a model's named dims, and of the parameters that have them, for techniques.

@@ -94,7 +94,7 @@ def distributed_attention(
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     devices = sizes[AXIS]
     ulysses = ulysses or devices
-    ways = RingDevices(devices // ulysses, ulysses, _ways_of_heads(sizes))
+    ways = RingDevices(devices // ulysses, ulysses, _head_shards(sizes))
     check(q, k, ways, causal=causal)
     kv_heads = repeated_kv_heads(k.shape[2], ways)
     copies = kv_heads // k.shape[2]
@@ -112,7 +112,7 @@ def distributed_attention(
     return _attention(q, k, v, segments, plan)
 
 
-def _ways_of_heads(sizes: dict[str, int]) -> int:
+def _head_shards(sizes: dict[str, int]) -> int:
     """Returns the number of shards of the heads over axes other than context."""
     spec = get_spec(QUERIES)
     entry = None if spec is None else spec[2]
