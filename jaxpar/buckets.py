@@ -28,7 +28,7 @@ from jaxpar.files import expand_home
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `Path` drops the second
 MANIFEST = "MANIFEST"
-READ = "read"  # cache folder of read-only copies
+READ_ONLY = "read"  # cache folder of read-only copies
 DISK = ("file", "local")  # the schemes of a disk, which may be mounted from elsewhere
 # not copied: packed tokens, which are rebuilt; locks and heartbeats, which belong to one machine; partial files
 LOCAL = re.compile(r"(data/.*\.bin|.*\.(lock|part)|lock|processes/.*|checkpoints/(?!\d+/).*)")
@@ -275,7 +275,7 @@ def pull_folder(path: str | Path) -> Path:
     """
     if not is_address(path):
         return expand_home(path, "folder")
-    bucket = Bucket(path, kind=READ)
+    bucket = Bucket(path, kind=READ_ONLY)
     bucket.pull()
     return bucket.local
 

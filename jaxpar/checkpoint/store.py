@@ -23,7 +23,7 @@ from jaxpar.files import FULL, make_folder
 from jaxpar.units import show_bytes
 
 NONE = -1  # broadcast in place of a step by processes whose value is ignored
-LISTED = 4096  # bytes on disk per array for the list of its blocks and the file system's rounding
+LIST_BYTES = 4096  # bytes on disk per array for the list of its blocks and the file system's rounding
 
 
 def _warn(text: str) -> None:
@@ -80,7 +80,7 @@ class Store:
             for path in list(listing.remains(self.folder)):  # of a killed run or a failed write
                 listing.delete(path)
         needed = sum(
-            array.bytes + LISTED for array in array_files.describe(state).values()
+            array.bytes + LIST_BYTES for array in array_files.describe(state).values()
         )  # of all processes together
         # the first process decides for all: on a shared file system the others may still see an older folder, and if
         # they decided differently some would wait for the others for ever

@@ -31,14 +31,14 @@ def add(verbs) -> None:
 
 def write_report(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the page of a run and prints its path."""
-    from jaxpar.buckets import READ, Bucket, is_address, local_folder
+    from jaxpar.buckets import READ_ONLY, Bucket, is_address, local_folder
     from jaxpar.files import write_text
     from jaxpar.job.report import page
     from jaxpar.job.report.read import read
 
     if args.html:
         check_file("--html", args.html, "report.html")
-    bucket = Bucket(args.folder, kind=READ) if is_address(args.folder) else None
+    bucket = Bucket(args.folder, kind=READ_ONLY) if is_address(args.folder) else None
     if bucket:
         bucket.pull()
     contents = read(bucket.local if bucket else local_folder(args.folder))

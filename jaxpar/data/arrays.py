@@ -21,7 +21,7 @@ BLOCK = 2**22  # bytes per read
 RULE = "arrays come as .npz, .npy or a folder of .npy, and hold numbers"
 FIX = "np.savez(path, inputs=..., labels=...)"
 # exceptions of numpy, zipfile and Python's tokenizer on damaged files
-DAMAGED = (
+READ_ERRORS = (
     OSError, ValueError, AttributeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, TypeError,
     SyntaxError, tokenize.TokenError, OverflowError, zlib.error,
 )  # fmt: skip
@@ -176,7 +176,7 @@ def load_arrays(path: Path, *, check_all: bool = False) -> dict[str, np.ndarray]
                     raise ValueError(f"its member {other_members[0]!r:.60} is no .npy")
     except JaxparError:
         raise
-    except DAMAGED as error:
+    except READ_ERRORS as error:
         text = getattr(error, "strerror", None) or str(error)
         if "allow_pickle" in text:  # numpy's message for any unknown file
             text = "it is no .npz or .npy, or holds Python objects"

@@ -18,7 +18,7 @@ BLOCK = 2**22  # bytes per read
 PIECE = 2**17  # bytes of a piece, at least, unless the document ends
 LONGEST = 2**20  # bytes of a piece, at most
 SEAM = 2**9  # bytes on each side of a candidate cut that the tokenizer encodes
-TRIED = 32  # candidate cuts that the tokenizer tests
+MOST_CUTS = 32  # candidate cuts that the tokenizer tests
 FRESH = 10.0  # seconds in which a file may change and keep its modification time
 _CUT = re.compile(rb"(?<=[^\s])[ \n]")
 Seam = Callable[[str, str], int | None]
@@ -162,7 +162,7 @@ def _find_end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: 
     tried = 0
     for match in _CUT.finditer(held, start + PIECE):
         place = match.start()
-        if place - start > LONGEST or tried == TRIED or not (ended or place + SEAM < len(held)):
+        if place - start > LONGEST or tried == MOST_CUTS or not (ended or place + SEAM < len(held)):
             break
         if held[max(0, place - 4) : place].decode("utf-8", "replace")[-1].isspace():  # such as U+3000
             continue

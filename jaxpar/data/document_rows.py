@@ -32,7 +32,7 @@ from jaxpar.errors import refuse
 
 BLOCK = 2**21  # tokens per read of the scan for documents
 ROUND = 64  # a suggested data.seq is a multiple of it
-FILLED = 0  # the padding token, which the mask hides from the loss
+PADDING_TOKEN = 0  # the padding token, which the mask hides from the loss
 SIDES = ("chosen", "rejected")
 
 
@@ -101,7 +101,7 @@ class DocumentRows(Tokens):
             segments[row, :count] = np.cumsum(begins) - 1
             segments[row, count:] = begins.sum()
             positions[row, :count] = np.arange(count) - np.maximum.accumulate(np.where(begins, np.arange(count), 0))
-        batch["targets"][batch["mask"] == 0] = FILLED
+        batch["targets"][batch["mask"] == 0] = PADDING_TOKEN
         if self.spec.documents == "apart":
             batch |= {"segments": segments, "positions": positions}
         return batch

@@ -32,7 +32,7 @@ from jaxpar.data.tokenizers.encoders import (
     token_settings,
 )
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
-from jaxpar.data.tokens import KEPT, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
+from jaxpar.data.tokens import TOKENIZER_FOLDER, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import make_folder, sync, write_text
 from jaxpar.units import show_bytes, show_seconds
@@ -173,7 +173,9 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = print_to_stderr) -
     )
     digest = old_digest or _salt(corpus.digest(PackingProgress("reading the text", corpus.bytes, say)), settings, 16)
     if spec.tokenizer not in OURS:
-        read_tokenizer(spec.tokenizer).copy(folder / KEPT)  # so that the run does not depend on the model's folder
+        read_tokenizer(spec.tokenizer).copy(
+            folder / TOKENIZER_FOLDER
+        )  # so that the run does not depend on the model's folder
     file = folder / f"{kind}{digest}.bin"
     manifest, problem = _check_packed(file, spec, say)
     if not problem:

@@ -167,7 +167,7 @@ def split_held_out(examples: int, fraction: float) -> tuple[TrainIndices, np.nda
     return TrainIndices(examples, every), np.arange(every - 1, examples, every)
 
 
-COMPRESSED = {"jsonl": ("*.jsonl.gz", "*.jsonl.zst")}  # source to the compressed files that it also reads
+COMPRESSED_PATTERNS = {"jsonl": ("*.jsonl.gz", "*.jsonl.zst")}  # source to the compressed files that it also reads
 
 
 class TokenWindows(Examples):
@@ -267,7 +267,7 @@ def text_files(spec: Data, say: Callable[[str], None] = lambda _: None) -> list[
             path = Path(local_path).expanduser()
             anchor = Path(path.anchor or ".")
             if path.is_dir():
-                names = [f"*.{spec.source}", *COMPRESSED.get(spec.source, ())]
+                names = [f"*.{spec.source}", *COMPRESSED_PATTERNS.get(spec.source, ())]
                 patterns = names if spec.has_rows and spec.pattern == "*" else [spec.pattern]
                 matches = {file: file.relative_to(path) for glob in patterns for file in path.rglob(glob)}
                 visible = [file for file, inner in matches.items() if not _is_hidden(inner, spec.pattern)]

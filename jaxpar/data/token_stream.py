@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.arrays import DAMAGED
+from jaxpar.data.arrays import READ_ERRORS
 from jaxpar.data.spec import Batch, Data
 from jaxpar.data.text import TokenWindows
 from jaxpar.errors import refuse
@@ -81,7 +81,7 @@ def is_token_stream(path: Path) -> bool:
         return False
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except DAMAGED:  # loading it reports what is wrong
+    except READ_ERRORS:  # loading it reports what is wrong
         return False
     return array.ndim == 1 and array.dtype.kind in "iu"
 
@@ -112,7 +112,7 @@ def load_tokens(path: Path) -> np.ndarray:
         if not size or size % 2:
             raise ValueError(f"{size} bytes are not a whole number of uint16")
         return np.memmap(path, "<u2", mode="r")
-    except (*DAMAGED, struct.error) as error:
+    except (*READ_ERRORS, struct.error) as error:
         raise refuse(f"{path}: {getattr(error, 'strerror', None) or error}", rule=RULE, fix=FIX) from error
 
 

@@ -13,7 +13,7 @@ from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError, refuse, user_code_errors
 from jaxpar.files import partial_path, sync
 
-KEPT = "tokenizer"  # the folder in RUN/data that holds the run's copy of a Hugging Face tokenizer
+TOKENIZER_FOLDER = "tokenizer"  # the folder in RUN/data that holds the run's copy of a Hugging Face tokenizer
 AT_ONCE = 16  # pieces per call of the tokenizer's threads; their tokens take ten times the memory of their bytes
 
 
@@ -123,9 +123,9 @@ class RunTokenizer:
             self.bpe = load_bpe(files[-1])
             self._size = self.bpe.get_vocab_size()
         elif kind != "bytes":
-            if not (folder / KEPT).is_dir():
+            if not (folder / TOKENIZER_FOLDER).is_dir():
                 raise _no_tokenizer_error(folder)
-            facts = read_tokenizer(folder / KEPT)
+            facts = read_tokenizer(folder / TOKENIZER_FOLDER)
             self.bpe, self._size = load(facts), facts.size
             self._before = enclosing_tokens(facts, self.bpe)[0]
 

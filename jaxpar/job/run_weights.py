@@ -19,7 +19,7 @@ from jaxpar.buckets import local_folder, pull_folder
 from jaxpar.checkpoint import Store, listing, reading, saved_replicas
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
-from jaxpar.data.tokens import KEPT as KEPT_TOKENIZER
+from jaxpar.data.tokens import TOKENIZER_FOLDER
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.files import write_json
@@ -53,7 +53,7 @@ from jaxpar.step.initial_params import start_from_params
 from jaxpar.step.model import model
 from jaxpar.step.state import State
 
-KEPT = "huggingface"  # folder in a run folder with the small files of its pretrained model
+HUGGINGFACE_FOLDER = "huggingface"  # folder in a run folder with the small files of its pretrained model
 
 
 def restore_run(job: Job, folder: Path, parallel: Parallel, *, at: int | None = None) -> tuple[Layout, State]:
@@ -123,7 +123,7 @@ def start_run(built: BuiltJob) -> tuple[State, str]:
         offload=job.train.offload,
     )  # fmt: skip
     if jax.process_index() == 0:  # the folder may be gone when the run is exported
-        source, to = Path(job.checkpoint.start_from).expanduser(), local_folder(job.run.dir) / KEPT
+        source, to = Path(job.checkpoint.start_from).expanduser(), local_folder(job.run.dir) / HUGGINGFACE_FOLDER
         copy_small_files(source, to, names=(CONFIG, *SMALL_FILES))
     return first_state, f"{start.origin}, {start.kind}"
 
@@ -131,7 +131,7 @@ def start_run(built: BuiltJob) -> tuple[State, str]:
 def _write_ends(job: Job, run: Path, to: Path) -> None:
     """Writes the run's end-of-text tokens into the exported configs, unless these include them already."""
     vocab = read_config(to / CONFIG).get("vocab_size", 0) if job.checkpoint.rules else decoder_settings(job).vocab
-    ends = [token for token in end_tokens(job, run, run / KEPT) if token < vocab]
+    ends = [token for token in end_tokens(job, run, run / HUGGINGFACE_FOLDER) if token < vocab]
     if not set(data_ends(job, run)) <= set(end_ids(to)):
         for file in (to / CONFIG, to / GENERATION):
             if file.is_file():
@@ -173,10 +173,14 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
     }
     if job.train.adapters.rank or job.train.loss == PREFERENCES:
         params = leaves_by_path(merge_adapters(as_blueprint(resolve_model(job, resolve_loss(job))), params))
-    origin = run / KEPT if is_folder(run / KEPT) else None
-    files = export(params, settings, to, origin=origin) if settings else _export_by_rules(job, params, to, run / KEPT)
-    if not is_folder(run / KEPT) and job.data.tokenizer not in OURS:
-        files += _write_tokenizer(run / "data" / KEPT_TOKENIZER, to)
+    origin = run / HUGGINGFACE_FOLDER if is_folder(run / HUGGINGFACE_FOLDER) else None
+    files = (
+        export(params, settings, to, origin=origin)
+        if settings
+        else _export_by_rules(job, params, to, run / HUGGINGFACE_FOLDER)
+    )
+    if not is_folder(run / HUGGINGFACE_FOLDER) and job.data.tokenizer not in OURS:
+        files += _write_tokenizer(run / "data" / TOKENIZER_FOLDER, to)
     if job.data.is_text:
         _write_ends(job, run, to)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}

@@ -18,7 +18,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.file.run_folder import read_job
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import end_tokens, with_saved_tokenizer
-from jaxpar.job.run_weights import KEPT, restore_run
+from jaxpar.job.run_weights import HUGGINGFACE_FOLDER, restore_run
 from jaxpar.mesh.devices import is_simulated, simulate
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
@@ -166,7 +166,9 @@ def load_text_model(folder: str | Path, request: SamplingRequest, *, allow_impor
         layout, params, model_state, window=job.data.seq, vocab_size=text.size, cached=request.cached
     )  # padding rows of the vocabulary are never drawn
     tokenizer = "" if job.data.tokenizer in OURS else job.data.tokenizer
-    return TextModel(text=text, generator=generator, ends=end_tokens(job, folder, folder / KEPT), tokenizer=tokenizer)
+    return TextModel(
+        text=text, generator=generator, ends=end_tokens(job, folder, folder / HUGGINGFACE_FOLDER), tokenizer=tokenizer
+    )
 
 
 def check_prompt(prompt: str, where: str) -> None:

@@ -14,7 +14,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job
 from jaxpar.mesh.axes import infer_sizes
 
-SHRUNK = ("data", "fsdp")  # axes that replicate the model or shard its state
+BATCH_AXES = ("data", "fsdp")  # axes that replicate the model or shard its state
 
 
 def fit_processes(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
@@ -58,7 +58,7 @@ def _shrunk_sizes(job: Job, devices: int, device_count: int) -> list[str]:
     if -1 in declared.values():  # inferred from the number of devices
         return []
     sizes = infer_sizes(declared, devices)
-    shrinkable = ("fsdp",) if job.effective_parallel.exchange.replicas_differ else SHRUNK
+    shrinkable = ("fsdp",) if job.effective_parallel.exchange.replicas_differ else BATCH_AXES
     fixed_product = math.prod(size for axis, size in sizes.items() if axis not in shrinkable)
     if device_count % fixed_product:
         names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in shrinkable and size > 1)

@@ -60,7 +60,7 @@ def with_settings(state: optax.OptState, values: Mapping[str, jax.Array]) -> Any
     return _map_injected(one, state)
 
 
-TRACED = (
+TRACE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -76,7 +76,7 @@ def explain_static_arguments() -> Iterator[None]:
     """
     try:
         yield
-    except TRACED as error:
+    except TRACE_ERRORS as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         indices = [index for index, frame in enumerate(frames) if frame.f_globals.get("__name__") == INJECT]
         if not indices:

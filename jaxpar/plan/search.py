@@ -21,7 +21,7 @@ from jaxpar.units import show_bytes
 SPARE = 0.05  # share of the memory that stays free: predictions are off by about as much
 # additional share if a stage has several chunks (compiled bytes were up to 9 % more), or if a table splits backwards:
 # of an 8B model on 16 H100s, zb_v compiled to 57.9 GiB for 52.0 predicted, zb_h1 to 69.9 for 63.3, 11 and 10 % more
-CHUNKED = 0.05
+CHUNK_SPARE = 0.05
 WIDE = 512  # devices that share state; a layout with more has to be faster by a margin
 ROUNDING = 1e-9  # relative difference of sums in another order
 MARGIN = 0.05  # a more complicated layout wins if it is faster by more than this share
@@ -40,7 +40,7 @@ class Question:
       choices: Options besides the mesh.
       memory: Bytes of a device that a program may use; 0 means the hardware's.
       memory_source: Source of `memory`, as text.
-      spare: Share of the memory that stays free; pipelines that have chunks or split backwards leave `CHUNKED` more.
+      spare: Share of the memory that stays free; pipelines with chunks or split backwards leave `CHUNK_SPARE` more.
       steps: Steps of the whole run, for its cost; 0 if unknown.
       price: Price of a GPU-hour, in any currency; 0 if unknown.
       margin: Share by which a more complicated layout must be faster, on one node; for several nodes see `slack`.
@@ -77,7 +77,9 @@ class Question:
         """Returns the largest predicted bytes of a layout that counts as fitting; some pipelines leave more free."""
         pipeline = self.software.spmd & np.greater(candidate.pipe, 1)
         return self.memory_limit * (
-            1 - self.spare - CHUNKED * (pipeline & (np.greater(candidate.chunks, 1) | candidate.schedule_traits.split))
+            1
+            - self.spare
+            - CHUNK_SPARE * (pipeline & (np.greater(candidate.chunks, 1) | candidate.schedule_traits.split))
         )
 
     def legal(self, devices: int = 0) -> Candidate:

@@ -34,7 +34,7 @@ from jaxpar.plan.time import StepTime, optimizer
 CausesT = TypeVar("CausesT", bound=Causes)
 SUM = 4  # bytes of a gradient that the table accumulates: float32
 TICK = 16  # small kernels of a tick besides its layers: rows of the table, slots, messages; XLA 0.12 makes 12 to 20
-MASKED = 4  # bytes that a masked write into a slot moves for each that a forward writes anyway
+MASKED_WRITE = 4  # bytes that a masked write into a slot moves for each that a forward writes anyway
 
 
 def per_row(change: Callable[..., Mapping[str, float]], *columns: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part:
         priced = [program.seconds(rows, hardware) for program in programs[part]]
         totals = [sum(seconds.values()) for seconds in priced]
         return {
-            "forward": totals[0] + (MASKED if masked else 1) * copied,
+            "forward": totals[0] + (MASKED_WRITE if masked else 1) * copied,
             "backward": sum(totals[1:]) + copied,
             "matmuls": sum(seconds["matmuls"] for seconds in priced),
         }

@@ -40,7 +40,7 @@ ELEMENTWISE = frozenset(
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 ) | {MARK}
 _IN_FLOAT32 = "float32_attention", "attend_heads"  # functions of jaxpar.models.custom_gradients
-GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+GENERATORS = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
              "threefry2x32", "random_clone", "empty", "full")  # fmt: skip
 SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
@@ -49,7 +49,7 @@ _ATTENTION = tuple(
     str(Path(models.__file__).parent / name) for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py")
 )
 OWN = ("shard_map", "pallas_call", "reduce", "reduce_window")  # not followed inside: programs of one device or tile
-FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
+DIM_OPS = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
 
 
@@ -278,7 +278,7 @@ class _Interpreter:
     def leaf(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         """Handles an equation without an inner program."""
         name = eqn.primitive.name
-        constant = all(operand.constant for operand in operands) or name in GENERATED
+        constant = all(operand.constant for operand in operands) or name in GENERATORS
         if constant or not eqn.outvars:
             return [self.array(var, constant=True) for var in eqn.outvars]
         if (loops := loops_of(eqn)) is not None:
@@ -401,7 +401,7 @@ def _dims_of_results(program: TracedProgram, eqn: JaxprEqn, operands: list[Array
         return [array.dims for array in elementwise(eqn, traced)]
     if name in WINDOWS:
         return _windows(eqn, operands)
-    if name in FOLLOWED:
+    if name in DIM_OPS:
         traced = [TracedArray(a.dims, None) for a in operands]
         return [array.dims for array in OPERATIONS.get(name, elementwise)(eqn, traced)]
     program.unknown.add(name)

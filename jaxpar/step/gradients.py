@@ -21,7 +21,7 @@ from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.state_specs import update_specs
 from jaxpar.sharding.names import Tree
-from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
+from jaxpar.step.checks.updates import CHAIN, TRACE_FIX, check_update
 from jaxpar.step.gradient_norm import norm as norm_of
 from jaxpar.step.gradient_norm import with_norm
 from jaxpar.step.losses import Sums
@@ -146,7 +146,7 @@ def update_params(
     norm, opt_state = norm_of(layout, gradients), read_opt_state()
 
     def update(gradients: Tree) -> tuple[Tree, Any]:
-        code_guard = user_code_errors("the optimizer's update", rule=CHAIN, fix=TRACED)
+        code_guard = user_code_errors("the optimizer's update", rule=CHAIN, fix=TRACE_FIX)
         with code_guard, explain_static_arguments(), step_inputs.explain_missing_arguments():
             updates, after = step_inputs.update(optimizer, gradients, opt_state, params, loss)
         # Python numbers in the state become arrays

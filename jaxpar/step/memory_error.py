@@ -8,7 +8,7 @@ import jax
 
 from jaxpar.errors import JaxparError
 
-READ = ("eval", "parts")  # programs of a step that update nothing
+READ_ONLY_PROGRAMS = ("eval", "parts")  # programs of a step that update nothing
 STATUS = "RESOURCE_EXHAUSTED"  # XLA's status, at the beginning of a message
 
 
@@ -31,7 +31,7 @@ def explain_error(step: Any, error: BaseException, key: Any = None) -> OutOfMemo
       error: XLA's error.
       key: The key of the program in `step.programs`; that of the newest update by default.
     """
-    keys = [key] if key else [other for other in step.programs if other[0] not in READ]
+    keys = [key] if key else [other for other in step.programs if other[0] not in READ_ONLY_PROGRAMS]
     if isinstance(error, OutOfMemoryError):
         return error
     kind, arrays = keys[-1]

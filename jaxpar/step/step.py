@@ -31,7 +31,13 @@ from jaxpar.step.frozen_parameters import check_eight_bits, check_reference, fro
 from jaxpar.step.gradient_kinds import make_gradients
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.losses import Sums
-from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_compile_error, explain_error, is_out_of_memory
+from jaxpar.step.memory_error import (
+    READ_ONLY_PROGRAMS,
+    OutOfMemoryError,
+    explain_compile_error,
+    explain_error,
+    is_out_of_memory,
+)
 from jaxpar.step.numerics import Numerics, are_finite
 from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
@@ -317,7 +323,9 @@ class Step:
     @property
     def memory_bytes(self) -> int | None:
         """Bytes per device that the compiled updates need, as XLA reports them; None before the first."""
-        analyses = [program.memory_analysis() for key, program in self.programs.items() if key[0] not in READ]
+        analyses = [
+            program.memory_analysis() for key, program in self.programs.items() if key[0] not in READ_ONLY_PROGRAMS
+        ]
         peaks = [x.argument_size_in_bytes + x.output_size_in_bytes - x.alias_size_in_bytes + x.temp_size_in_bytes
                   for x in analyses if x is not None]  # fmt: skip
         return max(peaks, default=None)

@@ -13,7 +13,7 @@ import optax
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.checks.out_of_memory import GRADIENTS, TEMPORARY, explain, explain_state, gradient_bytes, state_bytes
-from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_error, is_out_of_memory
+from jaxpar.step.memory_error import READ_ONLY_PROGRAMS, OutOfMemoryError, explain_error, is_out_of_memory
 from jaxpar.step.step import Step
 from jaxpar.train.run import Run
 
@@ -29,7 +29,7 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
     """
     step.unfinished.wait()  # simulated devices would compute while XLA compiles with their threads
     layout, numerics = step.layout, step.numerics
-    causes = _compiled_bytes(step, batch) if kind not in READ and jax.process_count() == 1 else {}
+    causes = _compiled_bytes(step, batch) if kind not in READ_ONLY_PROGRAMS and jax.process_count() == 1 else {}
     if not causes:
         causes = state_bytes(layout, step.optimizer, offload=numerics.offload)
         causes |= _temporary(step, kind)
@@ -55,7 +55,7 @@ def _temporary(step: Step, kind: str) -> dict[str, int]:
     sizes = [analysis.temp_size_in_bytes for analysis in analyses if analysis is not None]
     if sizes:
         return {TEMPORARY: max(sizes)}
-    return {} if kind in READ else {GRADIENTS: gradient_bytes(step.layout, step.optimizer)}
+    return {} if kind in READ_ONLY_PROGRAMS else {GRADIENTS: gradient_bytes(step.layout, step.optimizer)}
 
 
 def name_saved_state(run: Run, error: BaseException) -> OutOfMemoryError:

@@ -144,7 +144,7 @@ def test_a_state_of_another_dataset_is_refused(tmp_path, monkeypatch):
 
 def test_states_of_a_run_that_was_given_up_are_not_gone_on_from(tmp_path, monkeypatch):
     """Another dataset of the same name, or another batch, in the same run folder; and states that hold bytes."""
-    monkeypatch.setattr(stateful, "KEPT", 4)
+    monkeypatch.setattr(stateful, "MOST_LINES", 4)
     for which, begun in (("old", 0), ("new", 0), ("new", 12)):
         made = stateful.SavedStates(tmp_path / "stream.jsonl", "mine:data")
         made.latest_before(begun)

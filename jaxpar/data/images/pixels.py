@@ -30,8 +30,10 @@ LOG_ASPECT = (math.log(3 / 4), math.log(4 / 3))  # logarithm of width / height o
 ATTEMPTS = 10  # random boxes that are tried before the largest centered one is taken
 DEEP = ("I", "I;16", "I;16B", "I;16L", "F")  # Pillow's modes of more than 8 bits, which it would clip to 255
 # exceptions of Pillow on damaged pictures
-DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error,
-           zlib.error)  # fmt: skip
+DECODE_ERRORS = (
+    OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error,
+    zlib.error,
+)  # fmt: skip
 
 
 class Crop(NamedTuple):
@@ -82,7 +84,7 @@ def decode(content: bytes, config: ImageConfig, where: str) -> Any:
             if upright.mode == "P" and "transparency" in upright.info:  # else Pillow warns
                 upright = upright.convert("RGBA")
             return upright.convert(MODES[config.channels])
-    except (*DAMAGED, image_module.DecompressionBombError, image_module.DecompressionBombWarning) as error:
+    except (*DECODE_ERRORS, image_module.DecompressionBombError, image_module.DecompressionBombWarning) as error:
         problem = refuse(
             f"{where}: {_reason(error, content)}",
             rule="a picture is whole and has 8 bits per channel",

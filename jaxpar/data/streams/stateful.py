@@ -37,7 +37,7 @@ from jaxpar.files import make_folder, partial_path
 
 EVERY = 10.0  # seconds between two states
 BYTES = "bytes in base64"
-KEPT = 4096  # maximum lines; if there are more, every second line of the older half is dropped
+MOST_LINES = 4096  # maximum lines; if there are more, every second line of the older half is dropped
 
 
 class SavedStates:
@@ -71,7 +71,7 @@ class SavedStates:
         make_folder(self.file.parent)
         lines = self._lines()
         records = lines if self._from is None else [item for item in lines if item["next"] <= self._from]
-        if len(records) >= KEPT:
+        if len(records) >= MOST_LINES:
             half = len(records) // 2
             records = [*records[:half:2], *records[half:]]
         if len(records) < len(lines):

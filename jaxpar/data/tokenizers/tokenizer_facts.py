@@ -120,7 +120,7 @@ def _damaged_error(file: Path, why: str) -> Exception:
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # classes of transformers 4.57 whose add_bos_token and add_eos_token override tokenizer.json, with the default of bos
-ADDED = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "CohereTokenizer": True, "GemmaTokenizer": True,
+BOS_DEFAULTS = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "CohereTokenizer": True, "GemmaTokenizer": True,
          "GPTNeoXTokenizer": False}  # fmt: skip
 MORE, SHARE = 1024, 0.03  # embedding rows beyond the tokenizer's size that count as padding
 PADDING = f"at most {MORE}, or {SHARE:.0%} of the tokens"
@@ -157,7 +157,7 @@ class TokenizerFacts:
     @property
     def adds_bos_eos(self) -> tuple[bool, bool] | None:
         """Whether bos and eos are added around a text; None if tokenizer.json decides."""
-        usual = ADDED.get(str(self.config.get("tokenizer_class", "")).removesuffix("Fast"))
+        usual = BOS_DEFAULTS.get(str(self.config.get("tokenizer_class", "")).removesuffix("Fast"))
         if usual is None:
             return None
         return bool(self.config.get("add_bos_token", usual)), bool(self.config.get("add_eos_token", False))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jaxpar.exchange.replica_mesh import ReplicaMesh
 
-SCORED = 0.2  # last share of a round whose losses are averaged
+SCORE_SHARE = 0.2  # last share of a round whose losses are averaged
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Rounds(Population):
 
 def _scored_steps(every: int) -> int:
     """Returns the number of steps at the end of a round whose losses are averaged."""
-    return max(1, int(SCORED * every))
+    return max(1, int(SCORE_SHARE * every))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from jaxpar.job.doctor.this_machine import Finding
 from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, pool_of_environment
 from jaxpar.mesh.target import missing_plugin
 
-CHECKED = ("jax", "flax", "optax")
+PACKAGES = ("jax", "flax", "optax")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ROOMY = 0.95  # share of a GPU's memory above which JAX's pool leaves too little for driver and NCCL
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -70,7 +70,7 @@ def _parse_versions(first: str, second: str) -> tuple[list[int], list[int]]:
 def versions() -> Finding:
     """Compares Python and jaxpar's dependencies with the versions that jaxpar requires."""
     bounds = requirements("jaxpar")
-    local = {"python": platform.python_version()} | {name: installed(name) for name in (*CHECKED, "jaxlib")}
+    local = {"python": platform.python_version()} | {name: installed(name) for name in (*PACKAGES, "jaxlib")}
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in local.items())
     if not bounds:
         return Finding("versions", "warning", f"{text}; jaxpar itself is not installed, so what it needs is not known",

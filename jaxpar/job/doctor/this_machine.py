@@ -52,7 +52,7 @@ def with_time_limit(what: str, check: Callable[[], Iterable[Finding]], *, second
 
 # Checks of disk, shared memory, process limits and file clock of this machine.
 
-SHARED = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 FILES = 4096  # open files that a run with many shards and sockets may need
@@ -107,7 +107,7 @@ def folder_clock(folder: Path) -> Finding:
     return Finding("run folder", "ok", f"can be written; {text}; of several hosts, all must see this folder")
 
 
-def shared_memory(path: Path = SHARED, *, gpus: bool) -> Finding:
+def shared_memory(path: Path = SHARED_MEMORY, *, gpus: bool) -> Finding:
     """Checks the free space of /dev/shm, which GPUs of one machine use to exchange data."""
     if not path.is_dir():
         return Finding("/dev/shm", "warning" if gpus else "ok", f"no {path}", "mount it as tmpfs" if gpus else "")

@@ -21,7 +21,7 @@ from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables,
 from jaxpar.other_names import OTHER_NAMES, OTHER_VALUES
 
 EPOCHS: dict[str, str] = dict.fromkeys(("epochs", "num_epochs"), "train.steps = epochs x examples / train.global_batch")
-PRINTED = 4096  # largest integer, in bits, that Python converts to digits
+MOST_BITS = 4096  # largest integer, in bits, that Python converts to digits
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
@@ -107,7 +107,7 @@ def _is_deep(raw: dict[str, Any]) -> bool:
 
 def _huge(value: object) -> Iterator[int]:
     """Yields the bit lengths of integers that Python cannot print; the schema refuses smaller ones with their keys."""
-    if isinstance(value, int) and value.bit_length() > PRINTED:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
         yield value.bit_length()
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _huge(item)
@@ -336,12 +336,12 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
 
 
 # The job files that jaxpar ships, so that `configs/quickstart.toml` names one in any folder; in a checkout, a link.
-SHIPPED = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def shipped_job(path: Path) -> Path | None:
     """Returns the shipped file that a path below `configs/` names; None if the path exists, or no such file does."""
-    shipped = SHIPPED.joinpath(*path.parts[1:])
+    shipped = CONFIGS.joinpath(*path.parts[1:])
     return None if path.exists() or path.parts[:1] != ("configs",) or not shipped.is_file() else shipped
 
 

@@ -14,7 +14,7 @@ from jaxpar.data.streams.sets import EvaluationSet, open_set
 from jaxpar.data.tokenizers.chat_template import conversation, load_template
 from jaxpar.data.tokenizers.encoders import END, end_token, load
 from jaxpar.data.tokenizers.tokenizer_facts import TokenizerFacts, read_tokenizer
-from jaxpar.data.tokens import KEPT
+from jaxpar.data.tokens import TOKENIZER_FOLDER
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.job.file.imports import import_object
 from jaxpar.job.file.schema import Job
@@ -42,7 +42,7 @@ def with_saved_tokenizer(job: Job, folder: Path) -> Job:
     """
     if not job.data.is_text or job.data.tokenizer in OURS:
         return job
-    return replace(job, data=replace(job.data, tokenizer=str(folder / "data" / KEPT)))
+    return replace(job, data=replace(job.data, tokenizer=str(folder / "data" / TOKENIZER_FOLDER)))
 
 
 def open_sets(job: Job) -> dict[str, EvaluationSet]:
@@ -118,7 +118,7 @@ def data_ends(job: Job, folder: Path) -> tuple[int, ...]:
     """
     if job.data.tokenizer in OURS:
         return (END,)
-    tokenizer = read_tokenizer(folder / "data" / KEPT)
+    tokenizer = read_tokenizer(folder / "data" / TOKENIZER_FOLDER)
     has_answers = job.data.messages or (job.data.preferences and tokenizer.template)
     return tuple(dict.fromkeys((end_token(tokenizer, job.data.end), *(_answer_ends(tokenizer) if has_answers else ()))))
 

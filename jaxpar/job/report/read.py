@@ -93,7 +93,7 @@ def _altered_error(path: Path, got: str) -> JaxparError:
     )
 
 
-RECORDED = "run.json is what a run says of its machine and layout"
+RECORD_RULE = "run.json is what a run says of its machine and layout"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class RunContents:
         """Cards that show the sharding of parameters; [] for an older run that did not record it."""
         with file_errors(
             self.folder / "run.json",
-            rule=RECORDED,
+            rule=RECORD_RULE,
             fix="jaxpar train JOB, which goes on with the run and writes it anew",
         ):
             return [Card.from_record(card) for card in self._layout.get("cards", ())]

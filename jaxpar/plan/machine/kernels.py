@@ -115,28 +115,28 @@ class RingKernel:
         return sum(n * (q * queries + k * keys) for n, (q, k) in zip(repeats, traffic, strict=True))
 
 
-_LOST = {"short": 224.0, "narrow": 0.14}
-_LOST_SOURCE = "losses at short lengths and narrow heads fitted on published runs"
+_LOSSES = {"short": 224.0, "narrow": 0.14}
+_LOSSES_SOURCE = "losses at short lengths and narrow heads fitted on published runs"
 FLASH_2 = Kernel(
     name="FlashAttention-2",
     shares={"a100": (0.60, 0.50), "h100": (0.34, 0.30), "h200": (0.34, 0.30)},
-    **_LOST,
+    **_LOSSES,
     source="Dao 2023, arXiv:2307.08691, figures 4 to 6, for A100; Shah et al. 2024, arXiv:2407.08608, figures 5 and 6, "
-    f"for H100, an H200 is taken for one; {_LOST_SOURCE}",
+    f"for H100, an H200 is taken for one; {_LOSSES_SOURCE}",
 )
 FLASH_1 = Kernel(
     name="FlashAttention, in Triton",
     shares={"a100": (0.373, 0.326), "h100": (0.201, 0.175), "h200": (0.201, 0.175)},
-    **_LOST,
+    **_LOSSES,
     source="fitted on llm-foundry's runs; H100 over A100 near what FlashAttention-2 has in both papers, 1.8 times, for "
-    f"neither uses Hopper's own instructions; {_LOST_SOURCE}",
+    f"neither uses Hopper's own instructions; {_LOSSES_SOURCE}",
 )
 CUDNN = Kernel(
     name="cuDNN",
     shares={"a100": (0.60, 0.50), **dict.fromkeys(("h100", "h200", "b200"), (0.535, 0.45))},
-    **_LOST,
+    **_LOSSES,
     source="Shah et al. 2024, arXiv:2407.08608, figures 5 and 6, for H100; assumed: on A100 as FlashAttention-2, on "
-    f"H200 and B200 the H100's shares; {_LOST_SOURCE}",
+    f"H200 and B200 the H100's shares; {_LOSSES_SOURCE}",
 )
 
 

@@ -29,7 +29,9 @@ from jaxpar.plan.model.layer_bytes import (
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
-RESTORED = 13.0  # bytes per score: three arrays in float32 and a mask, as in buffers of programs compiled for H100s
+RECOMPUTED_SCORE = (
+    13.0  # bytes per score: three arrays in float32 and a mask, as in buffers of programs compiled for H100s
+)
 
 
 class Moment(NamedTuple):
@@ -201,7 +203,7 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
     score_bytes = np.where(saves_scores & np.equal(candidate.pipe, 1), software.working_scores, score_bytes)
     # a pipeline stage recomputes attention weights, their gradients and a mask from saved scores, and also copies the
     # scores if its buffers are updated in place. A split backward needs `software.working_scores` instead
-    restored = RESTORED + SCORE * updates_in_place(candidate, software)
+    restored = RECOMPUTED_SCORE + SCORE * updates_in_place(candidate, software)
     score_bytes = np.where(
         saves_scores & np.greater(candidate.pipe, 1) & ~candidate.schedule_traits.split, restored, score_bytes
     )

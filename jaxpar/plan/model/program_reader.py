@@ -37,7 +37,9 @@ ELEMENTWISE = frozenset(
 REDUCES = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
 )
-VARIED = frozenset(("iota", "concatenate", "pad", "dynamic_update_slice"))  # of constants make arrays of several values
+PATTERN_OPS = frozenset(
+    ("iota", "concatenate", "pad", "dynamic_update_slice")
+)  # of constants make arrays of several values
 
 
 def read_program(trace: Callable[[int], Jaxpr], *, name: str) -> SizedProgram:
@@ -118,7 +120,7 @@ class _Reader:
     def _add(self, name: str, kind: Kind, inputs: Sequence[int], results: Sequence[Any], **details: Any) -> list[int]:
         outputs = [self._array(variable) for variable in results]
         self.program.ops.append(TracedOp(name, kind, tuple(inputs), tuple(outputs), **details))
-        if kind == "elementwise" and name not in VARIED and self.uniform.issuperset(inputs):
+        if kind == "elementwise" and name not in PATTERN_OPS and self.uniform.issuperset(inputs):
             self.uniform.update(outputs)
         return outputs
 

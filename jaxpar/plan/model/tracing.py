@@ -19,7 +19,7 @@ from jaxpar.plan.model.splits import Sizes
 from jaxpar.sharding.names import DISPATCH, format_path
 
 Context = Callable[[], AbstractContextManager[Any]]
-COUNTED = 2  # rows at which amounts are counted: a single row could be broadcast
+COUNT_ROWS = 2  # rows at which amounts are counted: a single row could be broadcast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def trace(
             rule="a plan needs a loss that depends on the parameters and on the rows of the batch",
             fix="a model and a loss that read the batch",
         )
-    small = inputs(COUNTED)
+    small = inputs(COUNT_ROWS)
     jaxpr = jax.make_jaxpr(forward("none"))(params, small).jaxpr
     remat_jaxpr = jax.make_jaxpr(forward("full"))(params, small).jaxpr if takes_remat else None
     return ModelTrace(
@@ -142,7 +142,7 @@ def trace(
         backward=_count_flop(matmuls, backward=True),
         programs=estimates,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
-        slots=tuple((elements / COUNTED, times) for elements, times in _slots(jaxpr)),
+        slots=tuple((elements / COUNT_ROWS, times) for elements, times in _slots(jaxpr)),
         split_programs=split_programs,
     )
 
@@ -150,7 +150,7 @@ def trace(
 def _count_flop(matmuls: Collection[tuple[TracedMatmul, int, bool]], *, backward: bool) -> tuple[Matmul, ...]:
     """Returns the FLOP per row of the matmuls of the forward or the backward pass."""
     return tuple(
-        Matmul(flop=float(value(matmul.flop, COUNTED)) / COUNTED, times=times, kind=matmul.kind)
+        Matmul(flop=float(value(matmul.flop, COUNT_ROWS)) / COUNT_ROWS, times=times, kind=matmul.kind)
         for matmul, times, is_backward in matmuls
         if is_backward == backward
     )

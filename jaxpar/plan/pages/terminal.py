@@ -15,7 +15,7 @@ from jaxpar.html.markup import Markup
 from jaxpar.plan.causes import PALE, Style
 from jaxpar.plan.enumeration import select_one
 from jaxpar.plan.measurements.prediction_errors import estimate_for, expected_error
-from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, predict
+from jaxpar.plan.search import CHUNK_SPARE, Plan, Question, Ranked, complexity, describe, predict
 from jaxpar.plan.speed import cost, improvements, mfu_without_mask, speed
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_bytes, show_count, show_seconds
@@ -187,7 +187,7 @@ def spare(plan: Plan) -> str:
     share, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
     if not share:
         return "no memory to spare, so a layout may not fit if its prediction is too low: --verify 1 compiles the first"
-    return f"{share:.0%} to spare" + f", interleaved pipelines with {share + CHUNKED:.0%}" * chunked
+    return f"{share:.0%} to spare" + f", interleaved pipelines with {share + CHUNK_SPARE:.0%}" * chunked
 
 
 def batch_text(question: Question) -> str:

@@ -26,7 +26,7 @@ from jaxpar.plan.techniques.context import allowed_forms
 from jaxpar.plan.techniques.crossover import layer_seconds
 from jaxpar.units import show_bytes, show_seconds
 
-ASSUMED = "h100"
+DEFAULT_CHIP = "h100"
 SPARE = 0.05  # share of the memory that stays free, as in a search
 IN_BLOCKS = replace(JAXPAR_FUSED, ring_kernel=None)
 
@@ -37,7 +37,7 @@ def choose_form(call: AttentionCall) -> AttentionChoice:
     Raises:
       JaxparError: If cuDNN's kernel is requested, and no form can use it.
     """
-    key = call.chip if call.chip in HARDWARE else ASSUMED
+    key = call.chip if call.chip in HARDWARE else DEFAULT_CHIP
     hardware, width = HARDWARE[key], call.heads * call.head_dim
     shape = Shape(
         layers=1, dim=width, heads=call.heads, kv_heads=call.kv_heads, vocab=1, seq=call.seq, causal=call.causal

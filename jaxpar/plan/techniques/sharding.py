@@ -26,7 +26,7 @@ from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import PlanTechnique, Work
 from jaxpar.plan.techniques.span import gathered_bytes
 
-SUMMED = 4  # bytes of a gradient that one program on all stages has accumulated over its table: float32
+SUM_BYTES = 4  # bytes of a gradient that one program on all stages has accumulated over its table: float32
 ENDS = 3  # exposed gathers: embedding and first layer in the forward pass, last layer in the backward pass
 
 
@@ -88,7 +88,7 @@ def fsdp_seconds(
     """
     group, count = _over(candidate, software), collective_count(layers, candidate, software)
     in_table = software.spmd & np.greater(candidate.pipe, 1)
-    wires = software.wire[0], np.where(in_table, SUMMED, software.wire[1])
+    wires = software.wire[0], np.where(in_table, SUM_BYTES, software.wire[1])
     # gradients of the head have their own scatter
     counts = count, bucket_count(parameters, count + np.greater(count, 1), software)
     gather, scatter = (
@@ -139,7 +139,7 @@ def data_seconds(
     all_reduce = 2 * hardware.gather(
         size / shard, data * context * shards, candidate.tensor, members=members, pieces=count
     )
-    data_reduce = 2 * hardware.gather(SUMMED * parameters / shard, data, candidate.stride("data"), pieces=count)
+    data_reduce = 2 * hardware.gather(SUM_BYTES * parameters / shard, data, candidate.stride("data"), pieces=count)
     context_reduce = 2 * hardware.gather(size, context, candidate.tensor, pieces=count)
     return np.where(table, context_reduce, eager * all_reduce), np.where(table, data_reduce, ~eager * all_reduce)
 

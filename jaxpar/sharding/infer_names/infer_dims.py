@@ -23,7 +23,7 @@ TABLE = ("vocab", None)
 # Matrices that pair with no other stay whole, as Megatron-LM leaves the pooler of BERT, if together they have at most
 # this share of the entries of a model's matrices. If they have more, as an LSTM next to attention, they are split by
 # size: that sends their results, but unsplit every device of `tensor` would compute all of them.
-UNPAIRED = 1 / 20
+UNPAIRED_SHARE = 1 / 20
 
 
 def infer_dims(blueprint: Blueprint, *, use: bool) -> dict[str, InferredDims]:
@@ -52,7 +52,7 @@ def _matrices_without_pair(used: Mapping[str, InferredDims]) -> set[str]:
     """Returns the matrices in which no dim may be split by its use; the empty set if they are a small share of all."""
     sizes = {path: math.prod(dims.pieces) for path, dims in used.items() if _is_matmul_weight(dims)}
     unpaired = {path for path in sizes if not CUT & {*used[path].names}}
-    return unpaired if sum(sizes[path] for path in unpaired) > UNPAIRED * sum(sizes.values()) else set()
+    return unpaired if sum(sizes[path] for path in unpaired) > UNPAIRED_SHARE * sum(sizes.values()) else set()
 
 
 def _is_matmul_weight(read: InferredDims) -> bool:

@@ -13,7 +13,7 @@ from jaxpar.sharding.infer_names.infer_dims import with_program
 from jaxpar.sharding.names import LARGE, Tree
 
 CHAIN = "an optax chain makes updates of gradients while it is traced; its rate is a number, or a function of the step"
-TRACED = "the line that this names; in a schedule jnp.where in the place of if, and one number as a rate"
+TRACE_FIX = "the line that this names; in a schedule jnp.where in the place of if, and one number as a rate"
 
 
 def check_update(updates: Tree, new_state: Tree, *, params: Tree, old_state: Tree) -> None:

@@ -20,7 +20,7 @@ from jaxpar.train.watchdog.digest import Digest, merge
 
 WIDTH = 16  # most files that a process reads per level of the tree
 EVERY = 0.5  # seconds between two heartbeats of a run with few processes
-OPENED = 3  # files opened per process and turn: its own, its own again by its parent, and that of process 0
+FILES_PER_TURN = 3  # files opened per process and turn: its own, its own again by its parent, and that of process 0
 MOST = 15_000  # most files that all processes open per second; a shared file system serves 100,000, to several users
 TURNS = 5  # turns without a heartbeat that may happen in a healthy process
 
@@ -45,7 +45,7 @@ def children(process: int, count: int) -> list[int]:
 
 def shortest_interval(count: int) -> float:
     """Returns the minimum seconds between turns at which `count` processes open at most `MOST` files per second."""
-    return count * OPENED / MOST
+    return count * FILES_PER_TURN / MOST
 
 
 def interval(count: int, limit: float) -> float:
