@@ -17,9 +17,9 @@ EXAMPLE = """\
   $ jaxpar partition configs/files/pipedream/vgg16.graph.txt 16@10Gb/s
   41 layers, 527.8 MiB of parameters, 673 ms a minibatch on one device
   15-1 on 16 at 1.25 GB/s: 47.1 ms a minibatch, 1.55 x as fast as data parallel (72.9 ms); modelled
-    stage  layers          replicas  computes  agrees   sends    depth  versions  memory     limited by
-    0      node1..node32   15        44.2 ms   5.86 ms  20.6 ms  1      2         27.55 GiB  computes
-    1      node33..node41  1         10.2 ms   -        -        0      1         496.4 MiB  computes
+    stage  layers          replicas  computes  all-reduces  sends    depth  versions  memory     limited by
+    0      node1..node32   15        44.2 ms   5.86 ms      20.6 ms  1      2         27.55 GiB  computes
+    1      node33..node41  1         10.2 ms   -            -        0      1         496.4 MiB  computes
     limited by stage 0, which computes: 44.2 ms of 47.1 ms; NOAM 2: minibatches in flight per replica of stage 0
     2 stages: the fewest within 5.0% of the fastest plan, 47.1 ms; 1 would take 54.8% more
     objective: coefficient ring, overlap 0.5

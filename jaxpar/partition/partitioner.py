@@ -20,7 +20,7 @@ from jaxpar.partition.replicated_stages import PartitionStage, Segment, plan_nam
 from jaxpar.units import show_bytes, show_seconds
 
 HEADINGS = (
-    *("stage", "layers", "replicas", "computes", "agrees", "sends"),
+    *("stage", "layers", "replicas", "computes", "all-reduces", "sends"),
     *("depth", "versions", "memory", "limited by"),
 )
 LARGEST = 20_000  # layers x parts of a level, at most: a search takes seconds and a few hundred MiB
@@ -110,10 +110,7 @@ class Partition:
 
     def __str__(self) -> str:
         links = " x ".join(f"{level.size} at {level.link.bandwidth / 1e9:.4g} GB/s" for level in self.tree)
-        rows = [
-            ("stage", "layers", "replicas", "computes", "agrees", "sends", "depth", "versions", "memory", "limited by")
-        ]
-        rows += [_row(number, stage) for number, stage in enumerate(self.stages)]
+        rows = [HEADINGS, *(_row(number, stage) for number, stage in enumerate(self.stages))]
         memory = f", {show_bytes(self.objective.memory)} per device" if isfinite(self.objective.memory) else ""
         lines = [
             f"{self.name} on {links}: {show_seconds(self.seconds)} a minibatch, {self.speedup:.2f} x as fast as data "
@@ -133,12 +130,12 @@ def _more(took: float, least: float) -> str:
 
 def _row(number: int, stage: PartitionStage) -> tuple[str, ...]:
     names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]}..{stage.layers[-1]}"
-    agrees = " + ".join(show_seconds(seconds) for seconds in stage.agrees if seconds) or "-"
+    all_reduces = " + ".join(show_seconds(seconds) for seconds in stage.all_reduces if seconds) or "-"
     return (
-        *(str(number), names, str(stage.replicas), show_seconds(stage.computes), agrees),
+        *(str(number), names, str(stage.replicas), show_seconds(stage.computes), all_reduces),
         *(show_seconds(stage.sends) if stage.sends else "-", str(stage.depth), str(stage.versions)),
         show_bytes(stage.memory),
-        stage.limit.replace(" on its weights", ""),
+        stage.limit.replace(" its weights", ""),
     )
 
 

@@ -15,13 +15,13 @@ from jaxpar.partition.objective import Level, Objective, devices, sends
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive layers on replicated parts of a level.
+    """Consecutive layers, replicated on several parts of a level of the network (such as servers, or GPUs of a server).
 
     Attributes:
       first: Index of the first layer.
       stop: Index after the last layer.
-      replicas: Number of parts of the level; each holds a replica of the layers.
-      inner: The segments inside each part; empty if a part is a device.
+      replicas: Number of parts, such as servers; each holds a replica of the layers.
+      inner: The segments into which each part divides the layers; () if a part is a single device.
     """
 
     first: int
@@ -52,7 +52,7 @@ class PartitionStage:
       first: Index of the first layer.
       replicas: Number of devices that run the stage, each on other minibatches.
       computes: Seconds of forward and backward, divided by the number of replicas.
-      agrees: Seconds of the all-reduces of the weights, at each level, innermost first.
+      all_reduces: Seconds of the all-reduces of the weights, at each level, innermost first.
       sends: Seconds to send activations to the next stage and gradients back; 0 for the last stage.
       seconds: Seconds of computing and all-reduces, partly overlapped, without sending.
       depth: Forwards that a replica runs before its first backward, as warm-up.
@@ -65,7 +65,7 @@ class PartitionStage:
     first: int
     replicas: int
     computes: float
-    agrees: tuple[float, ...]
+    all_reduces: tuple[float, ...]
     sends: float
     seconds: float
     depth: int
@@ -81,9 +81,13 @@ class PartitionStage:
     @property
     def terms(self) -> dict[str, float]:
         """Seconds by cause, except for sending."""
-        suffixes = ["" if len(self.agrees) == 1 else f" over level {level}" for level in range(1, len(self.agrees) + 1)]
+        suffixes = [
+            "" if len(self.all_reduces) == 1 else f" over level {level}"
+            for level in range(1, len(self.all_reduces) + 1)
+        ]
         return {"computes": self.computes} | {
-            f"agrees on its weights{suffix}": seconds for suffix, seconds in zip(suffixes, self.agrees, strict=True)
+            f"all-reduces its weights{suffix}": seconds
+            for suffix, seconds in zip(suffixes, self.all_reduces, strict=True)
         }
 
     @property
@@ -112,7 +116,9 @@ def price_stages(
                 first=part.first,
                 replicas=replicas,
                 computes=computes / replicas,
-                agrees=tuple(agree / prod(m for m, _ in shares[level:]) for level, (_, agree) in enumerate(shares)),
+                all_reduces=tuple(
+                    agree / prod(m for m, _ in shares[level:]) for level, (_, agree) in enumerate(shares)
+                ),
                 sends=send_seconds,
                 seconds=_per_minibatch(computes, shares, objective),
                 depth=versions - 1,

@@ -90,8 +90,8 @@ def test_seconds_of_vgg_as_published(chains):
     assert found.why == ("2 stages: the fewest within 5.0% of the fastest plan, 44.2 ms; 1 would take 17.5% more")
     assert str(found).splitlines()[:3] == [
         "15-1 on 16 at 1.25 GB/s: 44.2 ms a minibatch, 1.17 x as fast as data parallel (51.9 ms); modelled",
-        "  stage  layers          replicas  computes  agrees   sends    depth  versions  memory     limited by",
-        "  0      node1..node32   15        44.2 ms   5.86 ms  20.6 ms  1      2         27.55 GiB  computes",
+        "  stage  layers          replicas  computes  all-reduces  sends    depth  versions  memory     limited by",
+        "  0      node1..node32   15        44.2 ms   5.86 ms      20.6 ms  1      2         27.55 GiB  computes",
     ]
 
 
@@ -146,7 +146,7 @@ def test_latency_and_adding_count_where_a_link_has_them():
     link = Link(latency=1e-3, bandwidth=1e9, combine=1e-9)
     found = partition(chain, ((4, link),), Objective(overlap=1.0, margin=10.0))
     assert found.seconds == pytest.approx((6 * 1e-3 + 1.5 * 1e6 / 1e9 + 0.75 * 1e6 * 1e-9) / 4)
-    assert found.limit.startswith("stage 0, which agrees on its weights: ")
+    assert found.limit.startswith("stage 0, which all-reduces its weights: ")
 
 
 # Every plan, tried

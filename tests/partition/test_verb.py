@@ -53,7 +53,7 @@ def test_it_says_what_limits_each_stage(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "41 layers, 527.8 MiB of parameters, 673 ms a minibatch on one device"
     assert lines[2].endswith("limited by")
-    assert [line.split("  ")[-1].strip() for line in lines[3:5]] == ["computes", "agrees over level 1"]
+    assert [line.split("  ")[-1].strip() for line in lines[3:5]] == ["computes", "all-reduces over level 1"]
     assert main(["partition", VGG, "16@10Gb/s", "--coefficient", "shared", "--margin", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[3].endswith("sends")
 
