@@ -270,7 +270,7 @@ class Parallel(Keywords):
             if name not in AXES or name in with_field or type(size) is not int
         ]
         if self.specs not in ("", "found"):
-            rule = 'specs="found" finds the dims that `tensor` and `context` split; else names and use decide'
+            rule = 'specs="found" finds the dims that `tensor` and `context` split; "" takes them from names or use'
             problems.append(Problem(f"specs={self.specs!r:.60}", rule, suggest(str(self.specs), ["found"])))
         if self.activations:
             from jaxpar.sharding.source_lines import line_problems  # other declarations do not load it

@@ -168,7 +168,7 @@ def _needs_phased(layout: Layout) -> str:
     """Explains why all stages must run the same kind of op in a tick; "" if they need not."""
     pipeline = layout.parallel.pipeline
     if pipeline.head == "spread":
-        return "all stages come to a head that is spread in the same tick"
+        return "a head that is spread over all stages runs on all of them in the same tick"
     if pipeline.weights != "flush":  # the table decides the weights of each forward, and so the losses
         return f'with weights="{pipeline.weights}" the losses of a run depend on its table, so devices do not choose it'
     for axis, size in layout.sizes.items():

@@ -37,7 +37,7 @@ class LayoutData:
       mesh: The mesh, or None without devices (`jaxpar check` on a laptop).
       simulated: Whether the devices are simulated, present or not.
       target: The chip that the job is for, if the devices do not determine it: a key of `jaxpar.mesh.chips`.
-      lists: Path of a stacked parameter to the paths of the layers' parameters, for lists that a pipeline stacks.
+      lists: If a pipeline stacks the layers of a list, maps the path of each stacked parameter to those in the list.
       notes: A sentence per choice that a technique made because the declaration left it open, with the reason.
       details: Sentences on choices with little at stake, which only `explain` shows.
       frozen: Paths of parameters that the optimizer freezes, so that replicas never exchange them. Empty until a step

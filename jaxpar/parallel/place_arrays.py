@@ -116,12 +116,12 @@ def _note_eight_bits(blueprint: Blueprint, path: str, place: Placement) -> Place
 def _missing_layers_problem(prefix: str, leaves: Mapping[str, Leaf], parts: int) -> Problem:
     if not any(path.startswith(prefix) for path in leaves):
         return Problem(
-            f"pipeline.stack = {prefix!r}, where no parameter's path begins",
+            f"pipeline.stack = {prefix!r}, but no parameter's path begins with it",
             "stack is the start of the paths of the layers that the pipeline runs",
             suggest(prefix, {"/".join(path.split("/")[: prefix.count("/") + 1]) for path in leaves}),
         )
     return Problem(
-        f"pipeline.stack = {prefix!r}, where no stack or list of layers begins that {parts} parts divide",
+        f"pipeline.stack = {prefix!r}, but no stack or list of layers there can be divided into {parts} equal parts",
         "layers without names are a stack, whose parameters have one more dim, or a list of equal layers",
         f"another stack, a number of layers that {parts} divides, or pipe = 1",
     )

@@ -223,7 +223,7 @@ def test_a_plan_counts_what_is_made_of_a_kernels_parts_and_the_memory_that_this_
 @pytest.mark.slow
 def test_cudnn_is_called_once_for_own_keys_and_twice_a_turn():
     text = program(4 * SEQ, "cudnn").text
-    for target in (FORWARD, BACKWARD):  # own keys, the turns of the loop, the last turn
+    for target in (FORWARD, BACKWARD):  # own keys, the ring steps of the loop, the last step
         assert text.count(f'custom_call_target="{target}"') == 1 + 2 + 2
     assert "while(" in text
 
@@ -246,6 +246,6 @@ def test_what_comes_next_travels_while_a_turn_is_worked_on(kernel):
                 walks = [each for each in between if each.opcode == "while" or "__cudnn$fmha" in each.attributes]
                 alone += not walks
                 hops[op.arrays[0].dtype] += bool(walks)
-    # keys in the first turn, in the others forward, and backward; gradients in the others, and in the last
+    # keys in the first ring step, in the others forward, and backward; gradients in the others, and in the last
     assert hops == {"bf16": 3, "f32": 2}
     assert alone == 1

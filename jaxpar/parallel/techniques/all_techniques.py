@@ -159,7 +159,7 @@ def check(layout: Layout, model_use: ModelUse, lowered: Lowered) -> None:
         if not model_use.islands & (calls := TECHNIQUES[axis].how[way].keys()):
             raise refuse(
                 f"how={{{axis!r}: {way!r}}}, but {layout.blueprint.name} never calls {_functions(calls)}",
-                rule=f"{way!r} says how {_functions(calls)} runs, so the model calls it",
+                rule=f"{way!r} is an implementation of {_functions(calls)}, which the model must call",
                 fix=f"{_functions(calls)} in the model, or leave how out{_LIMITS.get(axis, '')}",
             )
 

@@ -125,9 +125,9 @@ class Technique:
       resolve: Returns a layout with the choices that the declaration left open, each with a sentence in `Layout.notes`.
         Its arguments are the layout, and a function that composes the same model under another declaration.
       how: Implementations of a model's islands, if any: name of the implementation to {name of the island: function}.
-        The first is the default; `Parallel.how` chooses another. The default also runs where the axis has size 1 or
-        the mesh lacks it, unless another technique implements the island: there it computes what the plain function
-        does, or `bind` leaves it out.
+        The first is the default; `Parallel.how` chooses another. The default also runs if the axis has size 1 or the
+        mesh lacks it, unless another technique implements the island. So without the axis it must compute what the
+        plain function computes, or `bind` must omit it.
       bind: Returns these functions with further arguments bound, from a layout, the functions, and the traced step.
       check: Refuses a step, judging by the activation dims that the model named and by the lowered program.
       island_fix: Returns the island that a model should call whose devices repeat each other's work, as text, from a

@@ -96,7 +96,7 @@ KERNEL = {
 _AT_ONCE = CompilerOption(
     name="xla_gpu_experimental_parallel_collective_overlap_limit",
     value=2,
-    why="a turn sends keys and gradients of keys; with one collective at a time, the step waits for one of the two",
+    why="a ring step sends keys and gradients of keys; if only one collective runs at a time, it waits for the other",
 )
 # of each row one entry of a floating-point array, as take_along_axis of logits; a mixture of experts takes vectors
 _PICK = re.compile(r'"?stablehlo\.gather(?!.*offset_dims).*operand_batching_dims.*: \(tensor<[0-9x]*x(bf|f)\d')

@@ -61,7 +61,7 @@ def in_blocks(expert: Expert, params: Tree, tokens: jax.Array, place: jax.Array)
 
     Args:
       expert: See `jp.mixture`.
-      params: Parameters of all experts. Leading dim: experts, those of a buffer one after another.
+      params: Parameters of all experts. Shape [experts, ...]; the experts of a buffer are consecutive.
       tokens: Shape [buffers, shards..., rows, slots, dim].
       place: Place of each token's expert among those of its buffer; their number for none. Shape
         [buffers, shards..., rows, slots, 1], int32.

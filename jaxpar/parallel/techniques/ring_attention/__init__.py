@@ -4,7 +4,7 @@
                             keys and values rotate; in the backward pass, their gradients rotate with them. Each device
                             has an early and a late chunk ("zigzag"), so that all do the same work in causal attention
     block_attention         attention to the rotating keys, block by block in plain JAX, by tables of the block pairs
-                            of each turn of a ring; and the same in calls of cuDNN's fused kernel
+                            of each ring step; and the same in calls of cuDNN's fused kernel
     choice                  chooses between these two, and the axes that split the call; refuses unsupported shapes;
                             checks the kernel on the device before its first use
     attention               all of this as one function with one backward pass

@@ -13,8 +13,8 @@ each completely: late queries with early keys, and either early queries with ear
 Slice offsets choose between the last two, so that all devices run the same calls. A call returns its output in 16 bits
 and its logsumexp in float32. Sums over calls are in float32, and so are gradients.
 
-Plain JAX has any mask, any dtype, any device. The tables of the block pairs to compute in each turn of a ring have the
-same length on all devices:
+Plain JAX has any mask, any dtype, any device. The tables of the block pairs to compute in each ring step have the same
+length on all devices:
 
     causal, zigzag      own shard               a shard of a group before      a shard of a group after
     keys                early  late             early  late                    early  late
@@ -23,7 +23,8 @@ same length on all devices:
 
 Late queries always attend to early keys. In addition, early queries attend to early keys, or late queries to late keys.
 Each device selects the rows of its table by index, because JAX would differentiate a conditional on the device wrongly,
-and devices would wait for each other. So in a turn every device computes half of the square; for its own shard, 3/4.
+and devices would wait for each other. So in a ring step every device computes half of the square; for its own shard,
+3/4.
 """
 
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def _update_tokens(x: jax.Array, part: jax.Array, start: int | jax.Array, axis: 
 
 @dataclass(frozen=True)
 class BlockTables:
-    """The chunks of a ring, and the block tables of its turns.
+    """The chunks of a ring, and the block tables of its steps.
 
     Attributes:
       rule: The mask: the keys that a query sees.
@@ -234,7 +235,7 @@ class PlainBlockAttention:
     Attributes:
       ways: The devices of the ring.
       tables: The block tables.
-      groups: Number of heads of keys in a group of devices.
+      groups: Number of heads of keys on a device of the axis `context`; each serves a group of query heads.
       segments: Segments of all tokens [b, s], or None.
     """
 

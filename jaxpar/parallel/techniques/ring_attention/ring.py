@@ -9,18 +9,18 @@ Neighbours exchange heads, because the all_to_all of all tokens needs the fastes
 
 Keys and values rotate; each group's queries attend to those that have arrived (Ring Attention, arXiv:2310.01889).
 
-    turn           0          1                 ...    P - 1
+    ring step      0          1                 ...    P - 1
     sent on        K, V       K, V              ...
     attended to    own        of group r - 1    ...    of group r + 1
     backward too              dK, dV arrive and     dK, dV go home
                               are added to
 
-In each turn a group sends its current keys to the next group before it attends to them, so that communication overlaps
-with compute. The last turn sends no keys. The gradients of keys and values rotate with them, in float32; a group adds
-its terms when the sum so far has arrived. The last permute returns them to their owner in the dtype of keys, because
-no term is added after it. Keys and values are one array, and so are their gradients, so a turn has one permute of each,
-and XLA cannot postpone the last permute of gradients. The turns are one loop, so that the program for 64 devices is as
-long as that for 4.
+In each ring step a group sends its current keys to the next group before it attends to them, so that communication
+overlaps with compute. The last step sends no keys. The gradients of keys and values rotate with them, in float32; a
+group adds its terms when the sum so far has arrived. The last permute returns them to their owner in the dtype of keys,
+because no term is added after it. Keys and values are one array, and so are their gradients: a ring step has one
+permute of each, and XLA cannot postpone the last permute of gradients. The ring steps are one loop, so that the program
+for 64 devices is as long as that for 4.
 """
 
 import math
@@ -113,7 +113,7 @@ class BlockAttention(Protocol):
         ...
 
     def queries(self, q: jax.Array) -> Any:
-        """Returns queries with all values that do not change between turns."""
+        """Returns the queries, with the values that are the same in all ring steps."""
         ...
 
     def attend_local(self, queries: Any, kv: jax.Array) -> Any:
@@ -149,7 +149,7 @@ class BlockAttention(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """The loop over the turns of a ring on one device.
+    """The loop over the ring steps on one device.
 
     Attributes:
       ways: The devices of the ring.
@@ -159,34 +159,34 @@ class Ring:
     ways: RingDevices
     attention: BlockAttention
 
-    def group_in_turn(self, turn: int | jax.Array) -> jax.Array:
-        """Returns the group whose keys a device has in a turn."""
-        return (self.ways.group - turn) % self.ways.ring
+    def key_group(self, step: int | jax.Array) -> jax.Array:
+        """Returns the group whose keys a device has in a ring step."""
+        return (self.ways.group - step) % self.ways.ring
 
     def forward(self, q: jax.Array, kv: jax.Array) -> Any:
         """Returns the sums of the group's queries over all keys."""
         queries, last = self.attention.queries(q), self.ways.ring - 1
 
-        def rotate_and_attend(carry: tuple[Any, jax.Array], turn: jax.Array) -> tuple[tuple[Any, jax.Array], None]:
+        def rotate_and_attend(carry: tuple[Any, jax.Array], step: jax.Array) -> tuple[tuple[Any, jax.Array], None]:
             sums, kv = carry
             next_kv = self.ways.send_on(kv)
-            return (self.attention.attend_remote(sums, queries, kv, self.group_in_turn(turn)), next_kv), None
+            return (self.attention.attend_remote(sums, queries, kv, self.key_group(step)), next_kv), None
 
         next_kv = self.ways.send_on(kv) if last else kv
         sums = self.attention.attend_local(queries, kv)
         if last > 1:
             (sums, next_kv), _ = jax.lax.scan(rotate_and_attend, (sums, next_kv), jnp.arange(1, last))
-        return self.attention.attend_remote(sums, queries, next_kv, self.group_in_turn(last)) if last else sums
+        return self.attention.attend_remote(sums, queries, next_kv, self.key_group(last)) if last else sums
 
     def backward(self, q: jax.Array, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of the group's queries, and of its keys and values."""
         queries, last = self.attention.queries(q), self.ways.ring - 1
 
-        def rotate_and_attend(carry: tuple, turn: jax.Array) -> tuple[tuple, None]:
+        def rotate_and_attend(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
             grad_q, kv, grads_kv = carry
             next_kv, arrived = self.ways.send_on(kv), self.ways.send_on(grads_kv)
-            grad_q, turn_grads = self.attention.remote_gradients(grad_q, queries, kv, end, self.group_in_turn(turn))
-            return (grad_q, next_kv, arrived + turn_grads), None
+            grad_q, step_grads = self.attention.remote_gradients(grad_q, queries, kv, end, self.key_group(step))
+            return (grad_q, next_kv, arrived + step_grads), None
 
         next_kv = self.ways.send_on(kv) if last else kv
         grad_q, grads_kv = self.attention.local_gradients(queries, kv, end)
@@ -197,8 +197,8 @@ class Ring:
                 rotate_and_attend, (grad_q, next_kv, grads_kv), jnp.arange(1, last)
             )
         arrived = self.ways.send_on(grads_kv)
-        grad_q, turn_grads = self.attention.remote_gradients(grad_q, queries, next_kv, end, self.group_in_turn(last))
-        return grad_q, self.ways.send_on((arrived + turn_grads).astype(q.dtype))
+        grad_q, step_grads = self.attention.remote_gradients(grad_q, queries, next_kv, end, self.key_group(last))
+        return grad_q, self.ways.send_on((arrived + step_grads).astype(q.dtype))
 
 
 # Entry and exit of a causal ring: contiguous shards become an early and a late chunk per group, and back.
