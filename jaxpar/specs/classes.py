@@ -1,8 +1,8 @@
 """Groups equal parts of a program into classes, so that the integer program decides once for all layers of a stack.
 
 The first classes are by properties alone (sizes, shapes, primitives). Each of `ROUNDS` rounds then separates members
-that have different neighbours (color refinement, Weisfeiler and Leman 1968). One decision per class loses nothing in
-the linear relaxation, whose optimum is symmetric, and gives equal layers equal rules.
+that have different neighbours (color refinement, Weisfeiler and Leman 1968). One decision per class is no worse than
+one per member in the linear relaxation, which has a symmetric optimum, and equal layers get equal rules.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ ROUNDS = 4
 
 
 class Classes:
-    """The classes of equal pieces (of dims), arrays and operations of a program, as numbers.
+    """Equivalence classes of the pieces of dims, arrays and operations of a program.
 
     Attributes:
-      pieces: Maps each piece to the number of its class.
-      arrays: Maps each array, by its id, to the number of its class.
-      operations: Maps each operation to the number of its class.
+      pieces: Maps each piece to the index of its class.
+      arrays: Maps the id of each array to the index of its class.
+      operations: Maps each operation to the index of its class.
     """
 
     def __init__(self, program: TracedProgram):
@@ -45,11 +45,11 @@ class Classes:
             self._refine(program)
 
     def of_piece(self, piece: DimPiece | None) -> int | None:
-        """Returns the number of a piece's class; None for None."""
+        """Returns the index of the class that a piece belongs to; None for None."""
         return None if piece is None else self.pieces[piece]
 
     def of_array(self, array: Array) -> int:
-        """Returns the number of an array's class."""
+        """Returns the index of the class that an array belongs to."""
         return self.arrays[id(array)]
 
     def _refine(self, program: TracedProgram) -> None:

@@ -26,7 +26,8 @@ def follow_operands(
 ) -> None:
     """Adds the rows of the cuts of two operands.
 
-    XLA does not gather a sharded operand if the other one is replicated: it slices that one, and sums the results.
+    If one operand is sharded and the other is replicated, XLA does not gather the sharded one: it slices the replicated
+    one, and sums the results.
 
     Args:
       program: Gets the rows.

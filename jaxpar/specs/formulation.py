@@ -43,10 +43,10 @@ class ActivationGather:
     """A gather of an activation.
 
     Attributes:
-      array: The class of the array.
-      view: The class of the view of it that operations read.
-      share: The share of the array that a device then has.
-      users: The columns whose operations read it so, by pass: "forward" and "backward".
+      array: The number of the array's class.
+      view: The number of the class of the view (a reshape or transpose of the array) that operations read.
+      share: The share of the array that a device has after the gather.
+      users: The columns whose operations read the gathered array, by pass: "forward" and "backward".
     """
 
     array: int
@@ -336,9 +336,9 @@ def _flow_columns(
 ) -> dict[tuple[States, States], int]:
     """Adds a column per pair (state of an array, state of a strategy); a strategy's columns sum to its variable.
 
-    An array has one of the states `cuts`, or is replicated. In an island no axis cuts one dim before and another
-    one after a flow: no line of the model names the arrays there, so XLA chooses where it exchanges them. For
-    jp.attention it exchanged the scores, 26 times the bytes of the heads.
+    An array has one of the states `cuts`, or is replicated. If the operation is in an island, an axis that cuts the
+    array cuts the same dim in the operation: no line of the model names the arrays there, so XLA would choose which
+    array to exchange. For jp.attention it chose the scores, 26 times the bytes of the heads.
     """
     users, states = dict.fromkeys(of_strategies), [*cuts, (None,) * len(of_strategies[0])]
     columns = {(state, user): program.add_column() for state in states for user in users}

@@ -120,7 +120,7 @@ class Operation:
       loops: For each loop, the piece of each operand and of the result that it runs over; None if it runs over none.
       in_island: Whether `jp.attention` runs it: no line of the model names its arrays.
       is_fused: Whether it splits a fused projection or joins its gradients; its last loop then runs over all entries.
-      exchanged_arrays: Arrays that are sent by an all-to-all if an axis cuts that loop.
+      exchanged_arrays: If it is fused, the arrays that an all-to-all sends when an axis cuts its last loop.
     """
 
     equation: JaxprEqn

@@ -7,7 +7,7 @@
     constants      are cut like the result of the elementwise operation that reads them: a mask like its scores
     gathers        of an activation that matmuls of both passes read: its shards are kept joined between them
 
-The other trace may recompute activations, or have another number of examples.
+Compared with the trace that was solved, the other one may recompute activations, or have more or fewer examples.
 """
 
 import math

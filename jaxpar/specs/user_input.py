@@ -101,13 +101,13 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
 def replaced_annotations(
     blueprint: Blueprint, parallel: Parallel, found: Parallel, axes: Collection[str]
 ) -> tuple[str, ...]:
-    """Returns the parameters whose own names in the model split other dims over these axes than those found, as text.
+    """Describes each parameter of which these axes split other dims than the annotations in the model say.
 
     Args:
       blueprint: The model.
       parallel: The user's declaration, without found names.
-      found: The declaration with the names that were found, which a step uses.
-      axes: The axes for which they were found.
+      found: The declaration with the names from `jp.find_specs`, which a step uses.
+      axes: The axes for which these names were found.
     """
     if not any(name for leaf in blueprint.leaves.values() for name in leaf.names or ()):
         return ()

@@ -81,7 +81,8 @@ def cuts_of_exchange(
       states_of: Maps an array and an axis to the classes of dims along which the axis may cut the array.
 
     Returns:
-      Empty if the names cut the result as the strategy does, or it is one of a lookup; None if XLA never exchanges it.
+      [] if no cuts are required: the result is that of a lookup, or its names cut it as the strategy does. None if XLA
+      never exchanges it.
     """
     found: list[tuple[int, State]] = []
     for axis, (made, named) in enumerate(zip(source, target, strict=True)):
@@ -97,7 +98,7 @@ def cuts_of_exchange(
 def _states_read(strategies: Sequence[Strategy], axis: int, made: State) -> tuple[State, ...] | None:
     """Returns the states in which an operation reads its operands to make a state of its result.
 
-    It is None if two dims of the result are one, as of a sum with its transpose.
+    Returns None if that is ambiguous: two dims of the result are the same, as in the sum of a matrix and its transpose.
     """
     read = {tuple(states[axis] for states in each.operands) for each in strategies if each.result[axis] == made}
     return next(iter(read)) if len(read) == 1 else None
