@@ -239,7 +239,7 @@ def _reduce_scatter(eqn: JaxprEqn, axis: str, x: jax.Array, *, replicas: str | N
 
 
 def _partial_sums(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.Array:
-    """Returns the sums over the examples of each part of the batch that the axes split, shape [part, ...]."""
+    """Sums over the examples of each shard of the batch separately. Shape [shard, ...]."""
     return _with_source_info(one.eqn, partial(_sum_parts, one, axes, ways), *(env[var] for var in one.eqn.invars))
 
 

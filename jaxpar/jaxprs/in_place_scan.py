@@ -30,8 +30,8 @@ class BufferEntry:
       entry: Index of the entry, an int32 scalar; -1 is read as 0, for a result that is dropped.
       enabled: Whether writes have an effect, a bool scalar.
       join: Maps (old, new) value of a layer to the value to write.
-      row_major: Whether layers are read and written in row-major layout. False for gradients, which one op alone reads
-        and writes: XLA of jax 0.10 gathers what `tensor` splits where a layout is constrained.
+      row_major: Whether layers are read and written in row-major layout. False for gradients, which only one op reads
+        and writes, because XLA of jax 0.10 gathers an array that `tensor` splits if its layout is constrained.
     """
 
     buffer: jax.Array
@@ -94,8 +94,8 @@ def run_in_place(
     Args:
       env: Values of the variables that are not in buffers: inputs before the call, and also results after it.
       eqns: Equations in order. Scans read and write buffers one layer at a time, other equations a complete entry.
-      read: Variables that are in buffers instead of `env`, to their entries.
-      write: Variables whose values go to buffers, to their entries.
+      read: Maps each input that is in a buffer instead of `env` to its entry.
+      write: Maps each result that is written to a buffer to its entry.
       outs: Variables that the caller reads from `env` afterwards.
     """
     readers: dict[Var, int] = {}

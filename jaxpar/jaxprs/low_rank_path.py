@@ -44,17 +44,17 @@ class _Rewriter:
 
     Attributes:
       eqns: The rewritten equations so far.
-      sums: The variables that are sums.
-      known: Variables of inlined calls to the values that replace them.
+      sums: Maps each variable that is the sum of a matrix and a low-rank product to its terms.
+      substitutes: Maps each variable of an inlined call to the variable or constant that replaces it.
     """
 
     def __init__(self):
         self.eqns: list[JaxprEqn] = []
         self.sums: dict[Var, _Sum] = {}
-        self.known: dict[Var, Any] = {}
+        self.substitutes: dict[Var, Any] = {}
 
     def substitute(self, var: Var | Literal) -> Any:
-        return var if isinstance(var, Literal) else self.known.get(var, var)
+        return var if isinstance(var, Literal) else self.substitutes.get(var, var)
 
     def rewrite(self, eqn: JaxprEqn) -> None:
         eqn = eqn.replace(invars=[self.substitute(var) for var in eqn.invars])
@@ -97,12 +97,14 @@ class _Rewriter:
         closed = jax.make_jaxpr(function)(*(var.aval for var in ins))
         if closed.consts:
             return False
-        self.known |= dict(zip(closed.jaxpr.invars, ins, strict=True))
+        self.substitutes |= dict(zip(closed.jaxpr.invars, ins, strict=True))
         for new_eqn in closed.jaxpr.eqns:
             self.rewrite(
                 new_eqn.replace(source_info=eqn.source_info) if eqn.primitive.name == "dot_general" else new_eqn
             )
-        self.known |= {var: self.substitute(out) for var, out in zip(eqn.outvars, closed.jaxpr.outvars, strict=True)}
+        self.substitutes |= {
+            var: self.substitute(out) for var, out in zip(eqn.outvars, closed.jaxpr.outvars, strict=True)
+        }
         return True
 
     def live_equations(self, outs: Sequence[object]) -> list[JaxprEqn]:

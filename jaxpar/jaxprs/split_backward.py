@@ -42,10 +42,11 @@ class Halves:
     Attributes:
       forward: Maps (params, inputs, x) to (y, residuals).
       backward: Maps (params, inputs, x, residuals, g) to (dparams, dx).
-      forward_in_place: Maps (params or their places, inputs, x, places of the residuals) to (y, buffers of the
-        residuals); None if the backward is split.
-      backward_in_place: Maps (params or their places, inputs, x, residuals or their places, g, places of the gradient
-        sums) to (buffers of the sums, dx); None if the backward is split.
+      forward_in_place: Like `forward`, but writes the residuals to buffers. Its last argument is a `BufferEntry` for
+        each residual, and it returns (y, buffers); params may also be buffer entries. None if the backward is split.
+      backward_in_place: Like `backward`, but adds dparams to sums in buffers. Its last argument is a `BufferEntry` for
+        each sum, and it returns (buffers, dx); params and residuals may also be buffer entries. None if the backward is
+        split.
       input_grad: Maps (params, inputs, x, residuals, g) to (dx, stash); None unless the backward is split.
       weight_grad: Maps (params, inputs, stash) to dparams; None unless the backward is split.
       residuals: Shapes and dtypes of the residuals of a forward.

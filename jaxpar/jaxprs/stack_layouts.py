@@ -110,7 +110,7 @@ def _has_layouts(var: Any) -> bool:
 
 
 def _row_major(var: Any) -> JaxprEqn:
-    """Returns an equation that constrains an array of this shape, between variables of its own."""
+    """Returns an equation, with new variables, that constrains an array of this shape to row-major layout."""
     layout = Layout(major_to_minor=tuple(range(var.aval.ndim)))
     (eqn,) = jax.make_jaxpr(lambda x: with_layout_constraint(x, layout))(*shapes([var])).eqns
     return eqn

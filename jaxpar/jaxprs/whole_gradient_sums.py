@@ -30,7 +30,7 @@ from jaxpar.jaxprs.dataflow import (
 from jaxpar.jaxprs.gradient_sums import FREE, constraint_axes
 from jaxpar.models.dim_names import spec_axes
 
-ADDS = ("add_any",)  # what JAX adds gradients with
+ADDS = ("add_any",)  # the primitive by which JAX adds gradients
 SAME_ENTRIES = ("transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "copy", "mul", "neg")
 LINEAR = (*SAME_ENTRIES, *ADDS, "sharding_constraint")
 
@@ -97,7 +97,7 @@ def _keep_whole(jaxpr: Jaxpr, gradients: Sequence[object], axes: frozenset[str],
 
 
 def _constraint(eqn: JaxprEqn, axes: frozenset[str], *, shards: bool) -> JaxprEqn:
-    """Returns a constraint without these axes, and then, with `shards`, that of the equation."""
+    """Replaces a sharding constraint by one without these axes; `shards` adds the original constraint after it."""
     sharding: NamedSharding = eqn.params["sharding"]
     whole = _whole_sharding(sharding, axes)
 
