@@ -18,14 +18,14 @@ from jaxpar.sharding.names import GRADIENT, HALO, MESSAGE, SCOPE, TOKENS
 
 _HOME = Path(__file__).parent.parent
 _LOSSES = str(_HOME / "step" / "losses.py")
-_EXCHANGED = re.compile(rf"{HALO}\w+|{TOKENS}")  # whose scope is the cause
+_EXCHANGED = re.compile(rf"{HALO}\w+|{TOKENS}")  # scopes that name the cause
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
 STAGE_TO_STAGE = "from stage to stage"
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The cause of an array, as far as it is known.
+    """Where an array of a compiled program comes from, as far as that is known.
 
     Attributes:
       name: The path of a parameter, or the function and operation of an activation.

@@ -262,7 +262,7 @@ def matmul_flop(equation: Any) -> int:
 
 
 def ragged_groups(equation: Any) -> int:
-    """Returns the number of groups of a ragged matmul, as experts; 1 for any other equation.
+    """Returns the number of groups of a ragged matmul, such as the number of experts; 1 for any other equation.
 
     XLA multiplies each entry by the matrices of all groups, on CPUs and GPUs (jax 0.12.0).
     """

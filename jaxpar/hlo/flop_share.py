@@ -21,7 +21,7 @@ from jaxpar.hlo.trip_counts import walk
 from jaxpar.models.islands import MIXTURE
 from jaxpar.units import show_count
 
-if TYPE_CHECKING:  # a plain step loads no pipeline, and names no lines
+if TYPE_CHECKING:  # a step without a pipeline need not import these
     from jaxpar.hlo.unsplit_lines import UnsplitLines
     from jaxpar.parallel.layout import Layout
     from jaxpar.pipeline.tables.schedule import Schedule
@@ -39,10 +39,10 @@ class FlopShare:
       schedule: The table of the pipeline; None without a pipeline.
       matmuls: (FLOP over all devices, Python lines) of each matmul.
       zeros: FLOP of one device that multiply zeros, because on CPUs, not GPUs, XLA computes gradients of depthwise
-        kernels by dense convolutions. They belong to no share, and are not repeated work.
+        kernels by dense convolutions. These FLOP belong to no share, and are not repeated work.
       ragged: FLOP of one device that XLA adds to ragged matmuls, whose entries it multiplies by the matrices of all
         groups. They belong to no share.
-      layout: The layout, whose names may leave work whole; None if unknown.
+      layout: The layout: its names may leave a dim unsharded, so that devices repeat work; None if unknown.
     """
 
     devices: int

@@ -1,6 +1,7 @@
-"""Says of repeated work that the names of its lines leave it whole, as found specs do where a split costs more.
+"""Explains repeated work at lines of the model whose activations no axis splits.
 
-The names are those of `Parallel.activations`, which `specs="found"`, `jp.find_specs` and `jaxpar specs` write.
+`Parallel.activations` names the dims of the activations of a line; `specs="found"`, `jp.find_specs` and `jaxpar specs`
+write these names. They leave an activation unsharded where a split would cost more than the repeated work.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,16 +11,16 @@ from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.source_lines import parse_line
 
-AXES = ("context", "tensor")  # for which specs are found
+AXES = ("context", "tensor")  # the axes for which `jp.find_specs` chooses dims
 
 
 @dataclass(frozen=True)
 class UnsplitLines:
-    """Lines of the model of which some array is split over none of the axes, by its names.
+    """Lines of the model with an array that none of the axes splits, as its names in `Parallel.activations` say.
 
     Attributes:
-      sizes: Axis for which specs are found to its size, if that is more than 1; and `data` to its size.
-      lines: Their file names and numbers, `net.py:12`.
+      sizes: Maps each of `AXES` of a size above 1 to its size, and `data` to its size.
+      lines: File name and number of each line, `net.py:12`.
     """
 
     sizes: Mapping[str, int]

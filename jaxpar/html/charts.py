@@ -108,7 +108,7 @@ class Shard:
     Attributes:
       number: Index in the array; -1 if the array is not sharded.
       devices: The first of the devices that hold it.
-      more: Number of further devices.
+      more: Number of devices that hold it besides `devices`.
     """
 
     number: int
@@ -122,7 +122,7 @@ class Card:
 
     Attributes:
       name: Path of the array.
-      more: Number of further arrays with the same sharding.
+      more: Number of other arrays with the same sharding, for which this card also stands.
       placed: Dims and their axes, `f32[embed/fsdp, mlp/tensor]`.
       shape: `128×512`.
       kept: Bytes of the array, in total and per device, as text.

@@ -76,9 +76,8 @@ def _entries(
     ops_by_name = trace.module.ops_by_name[visit.computation]
     result = []
     operands = [part for name in op.operands for part in trace.parts(ops_by_name[name])]
-    split = (
-        kind == "all-to-all" and op.attribute("dimensions") is None
-    )  # one array, cut into an operand for each member
+    # an all-to-all without `dimensions` has one operand for each device of the group: the pieces of one array
+    split = kind == "all-to-all" and op.attribute("dimensions") is None
     for operand in operands[:: group if split else 1]:
         for array in operand.arrays:
             payload = array.bytes * (group if split or kind == "all-gather" else 1)

@@ -141,7 +141,7 @@ def _merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def bytes_by_cause(compiled: Compiled, module: Module, causes: ArrayCauses) -> list[Share]:
     """Bytes by cause; they add up to `total(compiled)`.
 
-    Bytes of the arguments beyond their shapes (padding) are a separate entry under everything else.
+    The padding of arguments, which their shapes do not show, is a separate entry under `everything else`.
     """
     shares: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     argument_bytes = 0

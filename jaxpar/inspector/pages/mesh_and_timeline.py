@@ -89,7 +89,7 @@ def _node(number: int, devices: range, sizes: Mapping[str, int], shaded: Sequenc
 
 
 def _cell(width: int, depths: Sequence[float], label: str) -> list[Markup]:
-    """Draws one device: its index on the first axis shades the cell, that on the second axis the lower edge."""
+    """Draws one device: its index on the first mesh axis shades the cell, its index on the second the lower edge."""
     height = 34 if len(depths) < 2 else 27
     shapes = [tag("rect", width=str(width), height=str(height), rx="4", cls="jx-device",
                   fill_opacity=f"{(depths or [0.08])[0]:.2f}")]  # fmt: skip
