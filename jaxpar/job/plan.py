@@ -70,7 +70,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, options
 
 
 def _why_plain_blocks(job: Job, shape: Shape, chip: Chip) -> str:
-    """Explains why ring attention runs in blocks of plain JAX; "" if cuDNN's kernel runs it.
+    """Explains why ring attention runs in blocks of plain JAX; "" if it runs in cuDNN's kernel.
 
     Raises:
       JaxparError: If the job requires the kernel and it does not support the chunks.

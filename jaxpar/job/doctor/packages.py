@@ -74,7 +74,7 @@ def versions() -> Finding:
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in local.items())
     if not bounds:
         return Finding("versions", "warning", f"{text}; jaxpar itself is not installed, so what it needs is not known",
-            "pip install -e . where jaxpar lies")  # fmt: skip
+            "pip install -e . in the folder of jaxpar's pyproject.toml")  # fmt: skip
     bounds |= {"jaxlib": requirements("jax").get("jaxlib", "")}
     misfits = [name for name, version in local.items() if not version or not satisfies(version, bounds.get(name, ""))]
     if not misfits:
@@ -106,10 +106,12 @@ def plugin(driver: Path = DRIVER) -> Finding:
 def toolkit(driver: Path = DRIVER) -> Finding:
     """Reports the CUDA toolkit, or stand-in, that XLA uses to compile for absent GPUs."""
     if reason := missing_plugin():
-        return Finding("inspections", "ok", f"none for absent GPUs: {reason}", "pip install 'jaxpar[gpu-plan]'")
+        return Finding("inspections", "ok", f"no programs for absent GPUs: {reason}", "pip install 'jaxpar[gpu-plan]'")
     if driver.exists() and any(map(installed, PLUGINS)):
-        return Finding("inspections", "ok", "compiled with the CUDA toolkit that XLA finds, like programs that run")
-    return Finding("inspections", "ok", "compiled with a stand-in for the CUDA toolkit, whatever toolkit is installed")
+        return Finding("inspections", "ok", "programs are compiled with the CUDA toolkit that runs use, too")
+    return Finding(
+        "inspections", "ok", "programs are compiled with a stand-in for the CUDA toolkit, even if one exists"
+    )
 
 
 def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Finding]:

@@ -84,8 +84,8 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
     items = [overrides] if isinstance(overrides, str) else overrides
     problems = [problem for override in items for problem in _override(raw, override)]
     if _is_deep(raw):
-        got = f"{name}: more than {files.DEEPEST_TOML} tables in each other"
-        raise refuse(got, rule="a job is sections of keys", fix=f"at most {files.DEEPEST_TOML} in each other")
+        got = f"{name}: tables nested more than {files.DEEPEST_TOML} deep"
+        raise refuse(got, rule="a job is sections of keys", fix=f"tables nested at most {files.DEEPEST_TOML} deep")
     if huge := next(_huge(raw), None):
         raise refuse(
             f"{name}: an integer of {huge} bits",
@@ -216,7 +216,7 @@ def _table_class(usual: type, table: dict[str, Any], section: str) -> tuple[type
 
 def _validate_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
     adapter, keys = _adapter(cls), [f.name for f in dataclasses.fields(cls)]
-    if surplus := [key for key in table if key not in keys][FEW:]:  # so that few keys are compared with all
+    if surplus := [key for key in table if key not in keys][FEW:]:  # a suggestion compares each with all keys
         first_keys = dict.fromkeys(table.keys() - set(surplus))
         value, problems = _validate_flat(cls, {key: table[key] for key in table if key in first_keys}, section)
         rule = f"[{section}] has the keys {', '.join(keys)}"

@@ -171,7 +171,8 @@ def check_pictures(job: Job) -> None:
     """Checks the pictures of a job, and the settings of its model that must be those of its images.
 
     Raises:
-      JaxparError: If there are none, or the model has other channels, another size or fewer classes.
+      JaxparError: If there are no pictures; if `model.channels` or `model.size` is not that of the images; if
+        `model.classes` is less than the number of their classes.
     """
     from jaxpar.data.images.pixels import pillow
     from jaxpar.data.images.source import peek

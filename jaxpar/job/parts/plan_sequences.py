@@ -15,12 +15,12 @@ from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import summed_loss
 from jaxpar.step.numerics import DTYPES
 
-ROWS = 2  # examples of the trace: a dim of size 1 is not followed
+ROWS = 2  # examples of the trace: the analysis of dims ignores those of size 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceTrace:
-    """The forward pass of a model, traced as a step of two devices of `context` traces it.
+    """The forward pass of a model, traced as in a step with context = 2.
 
     Attributes:
       jaxpr: The program.
