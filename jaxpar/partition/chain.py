@@ -67,7 +67,7 @@ class Profile:
     """The profile of a model.
 
     Attributes:
-      nodes: The layers, in the file's order as far as each layer can come after all layers that it needs.
+      nodes: The layers in topological order; otherwise in the order of the file.
       edges: Pairs (from, to) of names of layers.
     """
 
@@ -97,7 +97,9 @@ def load(path: str | Path) -> Profile:
         elif line.strip():
             costs = COSTS.fullmatch(pieces[-1])
             if len(pieces) != 3 or not costs or pieces[0] in nodes:
-                raise refuse(location, rule="a line is a node, its layer and its costs; each node has one", fix=LINE)
+                raise refuse(
+                    location, rule="a line is a node, its layer and its costs; a node has only one line", fix=LINE
+                )
             nodes[pieces[0]] = _node(pieces[0], pieces[1], costs)
     if not nodes:
         raise refuse(f"{path} has no node", rule="a profile has one line for each layer", fix=LINE)

@@ -118,9 +118,9 @@ class Tables:
         return self.cache[key]
 
     def _behind(self, level: int, parts: int, first: int, behind: int) -> int:
-        """Returns the number of devices in later stages, per device of a stage that has `first` of `parts` parts.
+        """Returns the number of devices in later stages, divided by the number of parts of this stage.
 
-        `behind` counts the devices of later stages outside of these parts.
+        This stage has `first` of `parts` parts; later stages have the other parts, and `behind` more devices.
 
         The result is rounded up. This changes no plan, because the number of weight versions is rounded up anyway, and
         ceil((n + x) / m) = ceil((n + ceil(x)) / m).

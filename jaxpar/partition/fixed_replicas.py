@@ -56,7 +56,7 @@ def best_cut(chain: Chain, replicas: Sequence[int], link: Link) -> tuple[int, ..
         raise refuse(
             f"{layers} pieces in {stages} stages",
             rule="a stage has one piece at least",
-            fix=f"a pipe of at most {layers}, or smaller pieces",
+            fix=f"pipe = {layers} at most, or a model divided into more pieces",
         )
     crossing = np.asarray(chain.crossing)
     sent = sends(crossing, link)

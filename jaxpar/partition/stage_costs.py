@@ -147,7 +147,9 @@ def pool_bytes(schedule: Schedule, residuals: Mapping[int, float]) -> float:
 
 
 def costs_of_chain(chain: Chain, stages: Sequence[int], schedule: Schedule, forward: float) -> StageCosts:
-    """Predicts the costs of a cut of a chain, with `keep="inputs"` and float32 gradients as large as the parameters.
+    """Predicts the costs of a chain that is cut into stages. Stages save only their inputs, and recompute the rest.
+
+    Gradients are float32, and as large as the parameters.
 
     Args:
       chain: The pieces of the model; the bytes that cross a cut are one message from the part before it to the next.

@@ -6,7 +6,7 @@
 
 A roofline takes max(FLOP / rate, bytes / bandwidth) for a matmul or convolution (Williams et al. 2009), its inputs and
 outputs once over memory; XLA fuses elementwise operations into them, so these cost nothing. A backward takes twice as
-long as a forward, and one that recomputes it three times.
+long as a forward, and three times as long if it also recomputes the forward.
 """
 
 import math

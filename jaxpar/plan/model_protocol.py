@@ -145,7 +145,7 @@ class Transformer:
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that the search does not try."""
         names = ", ".join(name for name in LIBRARY if name not in choices.schedules)
-        schedules = f"schedules {names}: --schedules all weighs them too, in about three times the time"
+        schedules = f"schedules {names}: --schedules all tries them too, in about three times the time"
         return (*unused_axes(self.shape), *[schedules] * bool(names))
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:

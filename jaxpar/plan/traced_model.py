@@ -130,7 +130,7 @@ def _pipelines_left_out(shape: TracedShape, choices: Choices) -> Iterator[str]:
     names = [name for name in LIBRARY if name not in choices.schedules or schedule_traits(name).split]
     whole = [name for name in names if not schedule_traits(name).split]
     if whole:
-        yield f"schedules {', '.join(whole)}: --schedules all weighs them too"
+        yield f"schedules {', '.join(whole)}: --schedules all tries them too"
     if split := [name for name in names if name not in whole]:
         yield f"schedules {', '.join(split)}: they split backwards, which is priced for decoders"
 

@@ -77,7 +77,7 @@ class TracedShape:
       named_axes: Those of these axes that split dims as the model names them: no specs are found for them, and they
         sum gradients together with `data`.
       stages: The parts of the model in a pipeline; None if it cannot be pipelined.
-      no_pipeline: The reason why it cannot; "" if it can.
+      no_pipeline: The reason why the model cannot be pipelined; "" if it can.
     """
 
     name: str

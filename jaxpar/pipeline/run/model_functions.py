@@ -208,7 +208,7 @@ class PartFunctions:
         Args:
           params: The parameters.
           inputs: The inputs.
-          values: The floating-point leaves of what it received.
+          values: The floating-point leaves of the messages that the part received.
         """
         data, state, x = inputs
         sent, _, _ = self.program.run(params, data, state, _replace_floats(x, values))

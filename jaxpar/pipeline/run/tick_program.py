@@ -117,8 +117,8 @@ class Program:
       residual_slots: Slots for the residuals of a forward; 0 for an evaluation.
       stash_slots: Slots for the residuals of a B; 0 if B and W are one op.
       masked_pools: Pools among `residuals` and `stash` in which idle stages do not always have a free slot.
-      right: Pairs (from, to) of a stage and the next one, if it sends to that.
-      left: Pairs (from, to) of a stage and the previous one, if it sends to that.
+      right: Pairs (stage, next stage), for each stage that sends messages to the next one.
+      left: Pairs (stage, previous stage), for each stage that sends messages to the previous one.
     """
 
     schedule: Schedule

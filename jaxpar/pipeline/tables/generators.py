@@ -72,7 +72,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 def warmup_forwards(stages: int, chunks: int, stage: int) -> int:
     """Returns the number of forwards before the first backward.
 
-    It is Megatron-LM's 2(P-1-d) + (v-1)P, plus the forward of the first pair; phased tables have the same number.
+    These are the 2(P-1-d) + (v-1)P warm-up forwards of Megatron-LM and the first forward of its steady state. Tables
+    of the function `phased` have the same number.
     """
     return 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1
 

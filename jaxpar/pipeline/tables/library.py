@@ -25,8 +25,8 @@ from jaxpar.pipeline.tables.generators import (
 )
 from jaxpar.pipeline.tables.schedule import Schedule
 
-ANY = range(2, 1025)  # chunks: more than one
-PUBLISHED = {  # names of papers to how a job declares them
+ANY = range(2, 1025)  # numbers of chunks above 1
+PUBLISHED = {  # name of a schedule in a paper to what a job declares for it
     "pipedream": '1f1b, and parallel.pipeline.weights = "stash": an update after every microbatch',
     "pipedream-2bw": '1f1b, and parallel.pipeline.weights = "2bw"',
     "pipedream-flush": "1f1b",

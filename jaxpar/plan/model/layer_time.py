@@ -107,7 +107,7 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     forward, backward = software.cost(seconds, candidate)
     ring_mask, share = ring_attention.uses_ring(candidate), ring_attention.computed_share(shape, candidate)
     variant = software.split_sequences or software
-    # a ring saves no scores, so its backward pass has 5 matmuls for 2
+    # a ring saves no scores, so its backward pass has 5 matmuls where the forward pass has 2
     ring = dense * share / (peak * variant.core[0]), 2.5 * dense * share / (peak * variant.core[1])
     if software.ring_kernel is not None:
         by_kernel, kernel = ring_attention.uses_kernel(shape, candidate, software), software.ring_kernel.kernel

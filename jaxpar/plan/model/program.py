@@ -51,8 +51,8 @@ class TracedOp:
       length: Iterations of a loop.
       carried: Number of a loop's results that are its final carry; the others are stacked over iterations.
       row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
-      scanned: Number of a loop's inputs that are stacks, of which an iteration reads a slice; the last ones.
-      is_slice: Whether it is that slice.
+      scanned: Number of a loop's inputs that are stacks, the last ones; each iteration reads a slice of them.
+      is_slice: Whether it reads such a slice.
       collective: What devices that split arrays do after it: "sum" their results of a matmul or a reduction, also if
         only the result of whole rows is gathered; "gather" the result of an elementwise op of one array; "" for
         neither.

@@ -144,7 +144,7 @@ class PlanTechnique:
       bytes: Maps (model, candidate, software, bytes per parameter) to the bytes of a device, by cause: those of
         `Memory` or further ones.
       block: Yields the collectives of one block of a decoder for one microbatch, forward and backward.
-      step: Yields the other collectives of a step, of any model.
+      step: Yields the collectives of a step outside of its blocks, for any model.
       overlapped_seconds: Returns the exposed seconds, by cause, of traffic that overlaps with computation.
       in_schedule: Whether the price of the schedule contains the technique's seconds, as for a pipeline.
       cause: The cause of the seconds of `block` and `step`; "" if it has neither. A technique without a cause,

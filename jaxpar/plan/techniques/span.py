@@ -143,7 +143,8 @@ def counts(
       stages: Size of the axis `pipe`.
       microbatches: Number of microbatches.
       chunks: Parts on each stage.
-      run: "asynchronous": stages run freely; "barrier": tick by tick.
+      run: "asynchronous": a stage starts an op as soon as its input has arrived; "barrier": all stages start a tick
+        together.
 
     Raises:
       JaxparError: If the library has no such schedule, or it does not support these numbers.
