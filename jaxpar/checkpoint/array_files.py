@@ -79,7 +79,7 @@ class BlockRead:
     Attributes:
       path: Path of its array.
       block: The block.
-      targets: (view of a region in memory, indices into the block of the part to copy there).
+      targets: Pairs (destination in host memory, slices of the block that are copied to it).
     """
 
     path: str

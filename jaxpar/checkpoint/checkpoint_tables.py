@@ -32,7 +32,7 @@ def ls(where: Path) -> list[dict[str, Any]]:
 
 
 def verify(where: Path, step: int | None = None, *, all_of_them: bool = False) -> list[dict[str, Any]]:
-    """Reads every byte of one checkpoint or all of a run; returns step, path and the list of errors of each.
+    """Verifies the bytes of one checkpoint, or of every checkpoint of a run; returns step, path and errors of each.
 
     Raises:
       JaxparError: If there is none.

@@ -129,7 +129,9 @@ def score(folder: Path, scores: Mapping[str, float]) -> None:
       JaxparError: If the MANIFEST cannot be read.
     """
     contents = read(folder)
-    partial = folder.with_name(folder.name + PART)  # outside: inside, a leftover after a kill would count as damage
+    partial = folder.with_name(
+        folder.name + PART
+    )  # not in the folder: a file left there by a kill would count as damage
     _write_manifest(partial, replace(contents, scores=contents.scores | dict(scores)))
     partial.replace(folder / NAME)
     sync(folder)
@@ -219,7 +221,7 @@ def check(folder: Path, *, content: bool = True) -> list[str]:
 
 
 def _walk(folder: Path) -> dict[str, int | None]:
-    """Path to size of everything in a checkpoint except its MANIFEST; None if it is no regular file."""
+    """Maps the path of each file of a checkpoint except its MANIFEST to its size; a link has the size None."""
     entries: dict[str, int | None] = {}
     for root, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]

@@ -60,7 +60,7 @@ def read_as_one(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDt
 
     Raises:
       DamagedCheckpoint: If a byte that any process reads is not as it was written.
-      JaxparError: If its replicas are several models.
+      JaxparError: If each of its replicas is a model of its own.
     """
     return _read_each_replica(path, contents, wanted, reading.read_evaluated)
 

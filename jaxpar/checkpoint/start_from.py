@@ -44,7 +44,7 @@ class Origin:
 
     Attributes:
       checkpoint: The checkpoint.
-      source_paths: Path in the job to path in the checkpoint.
+      source_paths: Maps the path of a parameter in the job to its path in the checkpoint.
       fresh: Paths in the job that are initialized anew.
       unused: Paths in the checkpoint that are not taken.
       evaluated: Number of arrays whose evaluated form (such as an average) differs from the trained one.

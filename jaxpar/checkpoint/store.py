@@ -49,7 +49,7 @@ class Store:
       say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
       is_owner: Whether a run writes to the folder; only then are damaged checkpoints renamed.
       on_commit: Called on the writing thread after each checkpoint, or None.
-      replicas: The replicas of the saved states, if they make separate steps.
+      replicas: The replicas whose arrays [replica, ...] a state has; None if no array has a dim of replicas.
     """
 
     folder: Path

@@ -35,7 +35,7 @@ class PendingWrite:
       step: Its step.
       bytes: Bytes of its arrays.
       future: Completes when the checkpoint is committed, or with the error that stopped it.
-      worker: The thread that writes and commits it.
+      worker: The thread that writes the checkpoint and commits it.
     """
 
     step: int

@@ -1,7 +1,8 @@
 """`jaxpar check JOB`: reports all problems of a job at once, before anything is compiled, on any machine.
 
 It also checks the run folder: that it can be written, that `checkpoint.start_from` exists, and that an existing run may
-be resumed with this job. Problems that need a step, packed text or the job's devices are left to `train`.
+be resumed with this job. It builds no step, packs no text and uses no device of the job: problems that only these
+reveal are reported by `train`.
 
 `--explain` also compiles the step for the devices that the job simulates or names: only the compiled program shows
 whether devices duplicate each other's work.

@@ -39,8 +39,8 @@ def host_rendezvous(cluster: Cluster, *, bind: str, until: float, fingerprint: s
       word: Text that process 0 sends to all; each process checks it and answers with a problem or none.
 
     Raises:
-      JaxparError: If it cannot listen, processes are missing, one belongs to another run, or a check of the word fails;
-        all processes get the same error.
+      JaxparError: If it cannot listen, processes are missing, one belongs to another run, or one answers `word` with a
+        problem; all processes get the same error.
     """
     with _listen_socket(cluster, bind) as server:
         peers, problem = Peers(cluster, fingerprint), None
@@ -165,11 +165,11 @@ def connect(
       heartbeat: Seconds without a heartbeat after which a process counts as lost, and JAX ends the others.
       fingerprint: Text that must be equal in all processes: `job 3fa9, jaxpar 0.1.0`; "" for no comparison.
       word: Text that process 0 sends to all others, such as the name of the attempt.
-      check: Called with `word` by all processes except process 0; returns a problem, or None if there is none.
+      check: Function of the text that process 0 sent. All other processes call it; it returns a problem or None.
 
     Raises:
       JaxparError: If process 0 cannot listen or is not found; if other processes are missing at the timeout, belong to
-        another run (another count, job, or the same number twice) or their `check` of the word fails; if this process
+        another run (another count, job, or the same number twice) or their `check` returns a problem; if this process
         is already connected, or JAX has already created its devices.
     """
     if jax.distributed.is_initialized():

@@ -74,7 +74,7 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
     launchers = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]
     values: Said = {}
     problems: list[Problem] = []
-    # launchers with complete variables before those with some, because scripts export RANK for other launchers too
+    # prefers launchers all of whose variables are set: a script may export RANK without torchrun, for another launcher
     candidates = [name for name in launchers if LAUNCHERS[name].is_complete(environment)] or launchers
     # at most one launcher, and none if JAXPAR_* set everything or say that this process is alone: values of two
     # launchers, such as a rank of torchrun and a size of SLURM, do not belong together
@@ -91,7 +91,7 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
             raise JaxparError(problem)
         return None
     if values.get("processes") == 1 and not values.get("process") and not problems:
-        return None  # alone: there are no others to find
+        return None  # one process: there are no others to connect to
     source = " + ".join([*(["JAXPAR"] if settings else []), *selection])
     if not problems and values.get("process", 0) >= values.get("processes", 2**31):
         got = f"process {values['process']} of {values['processes']} (says {source})"

@@ -153,8 +153,8 @@ def _torchrun(environment: Environment, own: Mapping[str, str], problems: list[P
         return values
     host = environment.get("MASTER_ADDR", "")
     if not host:
-        problems.append(Problem("no MASTER_ADDR", "torchrun sets it: the host of process 0", WAY_OUT))
-    port = read_number(environment, "MASTER_PORT", "torchrun sets it: a port on the host of process 0", problems, low=1)
+        problems.append(Problem("no MASTER_ADDR", "torchrun sets MASTER_ADDR to the host of process 0", WAY_OUT))
+    port = read_number(environment, "MASTER_PORT", "torchrun sets MASTER_PORT to a port of that host", problems, low=1)
     if host and port is not None:
         # torchrun itself listens on MASTER_PORT, unless another rendezvous backend does
         port_offset = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -254,7 +254,8 @@ def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list
     return values
 
 
-# launchers that are not read: variables of the number of processes and of this process, and others that they set
+# launchers that jaxpar does not support, to the variables by which it recognizes them: the number of processes, the
+# index of this process, and further ones
 UNSUPPORTED_LAUNCHERS = {
     "MPICH or Intel MPI": ("PMI_SIZE", "PMI_RANK"),
     "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),

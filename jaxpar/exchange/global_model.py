@@ -33,7 +33,7 @@ def global_params(exchange: Exchange, params: Tree, exchange_state: Tree) -> Tre
       exchange_state: The state of the exchange. It omits frozen parameters, which are equal on all replicas.
 
     Raises:
-      JaxparError: If the replicas are several models.
+      JaxparError: If each replica trains a model of its own.
     """
     if not exchange.replicas_differ:
         return params
@@ -56,13 +56,13 @@ def merge_replicas_of_model(
       exchange_state: As for `global_params`.
 
     Raises:
-      JaxparError: If the replicas are several models.
+      JaxparError: If each replica trains a model of its own.
     """
     return global_params(exchange, params, exchange_state), jax.tree.map(merge_replicas, model_state)
 
 
 def several_models(name: str) -> JaxparError:
-    """Returns the error for an exchange whose replicas are several models.
+    """Returns the error for an exchange whose replicas train several models.
 
     Args:
       name: Name of the exchange.

@@ -59,7 +59,7 @@ class LowRank(SelectiveExchange):
     def payloads(self, matrix: "Matrix", replicas: int) -> dict[str, int]:
         """Maps each kind of collective that a gradient needs to its payload, in float32 elements."""
 
-    warm_start = False  # whether the last mean is kept
+    warm_start = False  # whether a step starts from the last mean gradient
 
     def pays_off(self, matrix: "Matrix", replicas: int) -> bool:
         """Whether a gradient of this shape is compressed."""

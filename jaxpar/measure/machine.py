@@ -262,7 +262,7 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
 
 
 def fit(timings: dict[str, list[Timing]]) -> dict[str, LinkFit]:
-    """Fits the link of each tier; the time of a launch belongs to the machine, so `between` uses that of `inside`."""
+    """Fits the link of each tier; `between` takes over the launch time that was fitted for `inside`, if any."""
     fits: dict[str, LinkFit] = {}
     for name in sorted(timings, reverse=True):  # inside first
         fits[name] = fit_link(timings[name], launch=fits["inside"].launch if "inside" in fits else None)

@@ -64,7 +64,7 @@ class EvalSource:
     """The part of the optimizer's state that gives the value of one parameter for evaluation.
 
     Attributes:
-      kind: Kind of the state.
+      kind: How the state defines the parameter: by schedule_free, or as an average over steps.
       path: Path of the parameter's array in the optimizer's state.
       fields: Path of each scalar field in the optimizer's state, by name.
     """

@@ -201,7 +201,7 @@ def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params
     with user_code_errors(f"{subject}{arguments_text}: its update", rule=ALONE, fix=TYPES):
         state = jax.eval_shape(optimizer.init, params)
         updates, _ = jax.eval_shape(partial(update, optimizer), params, state, params, LOSS)
-    eval_arrays(state)  # raises if two parts define one
+    eval_arrays(state)  # raises if two transformations define the parameters to evaluate
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise refuse(f"{subject}: updates of other shapes", rule="one update per parameter", fix="optax.apply_updates")
     return state

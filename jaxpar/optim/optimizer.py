@@ -151,7 +151,7 @@ class Optimizer:
       final: Share of the highest learning rate that the decay reaches after the last step, as in optax; the last
         step itself still has the rate before: with linear decay, (1 - final) / (steps - warmup) of the highest more.
       drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, in addition to its decay.
-        This lowers the temperature of updates as train.grow does, but takes more steps.
+        A drop reduces the noise of updates as much as a batch that grows by the factor (train.grow), in more steps.
       weight_decay: Weight decay of matrices; vectors (biases, norms) are not decayed, stacked or not.
       beta1: Decay of the mean of gradients; the momentum of sgd and lars.
       beta2: Decay of the mean of squares.

@@ -62,7 +62,7 @@ def check_optimizer_type(optimizer: object, got: str) -> None:
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return
-    from jaxpar.optim.optax_lookup import optimizers  # a step does not need the table
+    from jaxpar.optim.optax_lookup import optimizers  # imported here: building a step does not need it
 
     fix, name = "optax.adamw(3e-4)", getattr(optimizer, "__name__", "")
     if optimizer is optax.MultiSteps or isinstance(optimizer, optax.MultiSteps):

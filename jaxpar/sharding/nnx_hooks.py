@@ -205,14 +205,14 @@ def check_module(model: nnx.Module, name: str) -> None:
       name: The user's name of the model.
 
     Raises:
-      JaxparError: With the first such attribute.
+      JaxparError: If there is such an attribute; the message names the first.
     """
     for path, module in nnx.iter_modules(model):
         for key, value in vars(module).items() if not module._pytree__is_pytree else ():
             if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value, is_leaf=_is_flax_node)):
                 raise refuse(
                     f"{_join_path(path, key)} of {name} holds an array, in a module with pytree=False",
-                    rule="such a module keeps arrays in variables: on shapes alone, Flax finds no other arrays in it",
+                    rule="its arrays are nnx.Variables: Flax finds no others when a model is built without values",
                     fix=f"self.{key} = nnx.Variable(...), or class {type(module).__name__}(nnx.Module)",
                 )
 

@@ -23,8 +23,8 @@ class SourceLine:
     Attributes:
       file: The end of the file's path.
       line: The number of the line.
-      sizes: The sizes of their last dims; () for any.
-      column: The column at which their expression begins, counted from 1; None for any.
+      sizes: The sizes of the activations' last dims; () for any.
+      column: The column at which the expression that computes them begins, counted from 1; None for any.
     """
 
     file: str

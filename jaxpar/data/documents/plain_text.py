@@ -244,10 +244,11 @@ class WrongBytes:
         if not self.first:
             return ""
         place = f"in {self.files:,} file{'s' * (self.files > 1)} (the first: {self.first})"
+        effect = 'tokenizer = "bytes" keeps them, any other reads U+FFFD'
         return (
-            f"{self.bytes:,} bytes {place} are no utf-8: a tokenizer reads U+FFFD, bytes stay bytes" * bool(self.bytes)
+            f"{self.bytes:,} bytes {place} are no utf-8: {effect}" * bool(self.bytes)
             + "; " * bool(self.bytes and self.zeros)
-            + f"{self.zeros:,} zeros {place} are left out of bytes" * bool(self.zeros)
+            + f'{self.zeros:,} zeros {place} are dropped by tokenizer = "bytes"' * bool(self.zeros)
         )
 
 

@@ -1,6 +1,6 @@
 """Fragments of a model: the parameters, and layers of stacks, that synchronize together.
 
-    depth    layers in a row: 0 1 2 | 3 4 5
+    depth    consecutive layers: 0 1 2 | 3 4 5
     strided  every n-th layer: 0 3 | 1 4 | 2 5
 
 Each parameter outside of the layers, such as an embedding, goes to the fragment that is smallest so far, in order of
@@ -51,7 +51,7 @@ def fragments(parts: Mapping[str, ShardShape], count: int, order: str) -> Sequen
         sizes[number] += parts[path].size
     if not all(result):
         raise refuse(
-            f"fragments = {count} of a model of {len(parts)} parameters and {listed or 'no'} layers in a row",
+            f"fragments = {count} of a model of {len(parts)} parameters and {listed or 'no'} numbered layers",
             rule="every fragment has a layer or a parameter",
             fix=f"fragments = {max(sum(map(bool, result)), 1)}",
         )

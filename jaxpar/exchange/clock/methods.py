@@ -160,7 +160,7 @@ class Backup:
         return updates
 
 
-# name to the class and the setting that a number after the colon sets; "" for none
+# name of a method to its class, and to the setting that `name:number` sets; "" for none
 SIMULATED = {
     "async": (Stale, ""),
     "ssp": (Stale, "bound"),

@@ -25,7 +25,7 @@ def copy_members(tree: Tree, source: jax.Array, mesh: Mesh) -> Tree:
 
     Args:
       tree: Arrays [member, ...], also random keys, with dim 0 sharded over `data`.
-      source: Shape [member], the same on all devices.
+      source: Index of the entry to copy into each entry. Shape [member], the same on all devices.
       mesh: A mesh with an axis `data` whose size divides the number of members.
     """
     leaves, structure = jax.tree.flatten(tree)

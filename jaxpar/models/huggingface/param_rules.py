@@ -133,7 +133,11 @@ def _fill_numbers(name: str, numbers: tuple[str, ...]) -> str:
 
 
 def _parse_dims(text: str) -> tuple[tuple[tuple[str, ...], str], str] | str:
-    """Parses dims: (the tensor's dims, letter of the concatenated one), the parameter's letters; or what is wrong."""
+    """Parses `tensor dims -> parameter dims`, with one letter for each word; returns the error if that fails.
+
+    Returns:
+      (the tensor's dims, the letter of the dim marked with + or ""), and the letters of the parameter's dims.
+    """
     theirs, arrow, ours = text.partition("->")
     if not arrow or re.sub(r"\([\w\s+]*\)|\w+\+?|\s", "", theirs) or re.sub(r"\w+|\s", "", ours):
         return "not of the form tensor -> parameter"

@@ -162,7 +162,7 @@ def _translate_sharding(sharding: NamedSharding | PartitionSpec) -> NamedShardin
 
 
 def _author_sharding(spec: PartitionSpec) -> NamedSharding:
-    """Returns a sharding on a placeholder for the author's mesh, the sizes of whose axes are unknown."""
+    """Returns a sharding on a placeholder of the author's mesh: its axes have size 1, as their sizes are unknown."""
     names = dict.fromkeys(name for entry in spec for name in entry_axes(entry))
     axes = (_NOWHERE, *names)
     return NamedSharding(AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)), spec)

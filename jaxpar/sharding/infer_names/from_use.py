@@ -116,8 +116,8 @@ def _pairs(params: Mapping[str, Sequence[Dim]]) -> tuple[dict[DimPiece, str], di
     """Names the pieces that one parameter produces and another contracts, at most one per parameter.
 
     Batch dims of attention come first, then the pieces that the fewest parameters use: otherwise the residual stream,
-    which every layer reads and adds to, would be chosen for every parameter. Of the channels that convolutions produce
-    a convolution in no pair has its outputs named: unsplit, every device would compute all of it.
+    which every layer reads and adds to, would be chosen for every parameter. A convolution that is in no pair gets its
+    output channels named, because otherwise every device would compute all of it.
 
     Returns:
       The names of pieces, and the piece of each parameter that is in a pair.
@@ -179,7 +179,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
         return "layers", size
     leading = [piece for piece in dim if piece in pairs]
     if leading:
-        # a piece that is not the first lies within parts of a fused matrix: contiguous shards divide those parts first
+        # the first pieces of the dim may be the parts of a fused matrix (q, k, v): contiguous shards divide these first
         last = max(n for n, piece in enumerate(dim) if piece in pairs)
         return pairs[leading[0]], math.prod(piece.size for piece in dim[: last + 1])
     other_entries = math.prod(piece.size for n, other_dim in enumerate(dims) if n != index for piece in other_dim)

@@ -8,9 +8,9 @@
         def __call__(self, tokens):
             return self.hidden(tokens) @ self.lm_head.kernel[...]
 
-A tied model names its embedding. The logits must be a plain matmul, without a bias or another function after it. If the
-head has more entries than there are tokens, so that `tensor` divides them, the model's attribute `vocab` is the number
-of tokens, and its `__call__` masks the logits after them.
+A tied model names its embedding. The logits must be a plain matmul, without a bias or another function after it. A head
+may be padded, so that `tensor` divides its entries. Then the model's attribute `vocab` is the number of tokens, and its
+`__call__` masks the logits of the padding.
 """
 
 from collections.abc import Callable, Iterator
