@@ -26,8 +26,8 @@ class Difference:
     Attributes:
       path: Its path, such as `params/blocks/mlp/up`.
       kind: shape, dtype, missing (from the first) or unexpected (missing from the second).
-      was: The array in the first, the checkpoint; None if it is missing.
-      now: The array in the second, the job; None if it is missing.
+      was: The array in the checkpoint (the first of two); None if it is missing there.
+      now: The array in the job (or in the second checkpoint); None if it is missing there.
     """
 
     path: str

@@ -41,13 +41,13 @@ class SavedArray:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedReplicas:
-    """Replicas with separate steps.
+    """The replicas in a checkpoint, which train partly or wholly on their own.
 
     Attributes:
       count: Number of replicas: the first dim of `model_state`, and if they differ of `params` and `optimizer`.
       exchange: The name of their exchange.
-      model: Their global model: "mean" (of the replicas), a key of `exchange` that has its parameters, or "none" (they
-        have none); "" if their parameters do not differ.
+      model: How the replicas define one global model: "mean" of their parameters; the name of an array of the
+        exchange, which has its parameters; "none" if there is no such model; "" if all replicas are equal.
     """
 
     count: int

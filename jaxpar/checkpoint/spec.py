@@ -21,9 +21,9 @@ class Checkpoints:
       best_is: Whether the lowest or the highest value is the best.
       start_from: A run folder, a checkpoint, or a Hugging Face folder of a Llama or GPT-2 (all of it), whose parameters
         a new run is fine-tuned from; "" means none. Optimizer and step begin anew; a run with checkpoints resumes.
-      take: The parameters (and statistics, such as BatchNorm's) to take, by paths in the job: "blocks" is all below
-        it, * any text. The others are new.
-      rename: Prefix of a path in the checkpoint to its prefix in the job, {"encoder/blocks" = "blocks"}.
+      take: The parameters (and statistics, such as BatchNorm's) to take, as patterns of their paths in the job:
+        "blocks" matches all paths below it, and * any text. The others are initialized anew.
+      rename: Maps a prefix of paths in the checkpoint to the prefix in the job, {"encoder/blocks" = "blocks"}.
       cast: Whether parameters of another dtype in the checkpoint may be taken.
       rules: For a model of your own that starts from a Hugging Face folder, "module:RULES", a dict as for
         `jp.from_huggingface`: path of a parameter to tensor and dims. It is also what the run is exported by.

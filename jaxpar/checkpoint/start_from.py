@@ -259,7 +259,7 @@ def _misfit_problems(found: list[Difference], good: list[str]) -> list[Problem]:
     fixes = {"dtype": "cast = true", "missing": f"{take}, or rename" if tops else "rename it"}
     result = []
     if scaled := list(filter(_is_quantization, found)):
-        rule = "a matrix in 8 bits is whole numbers and scales, and no other dtype is a cast of these"
+        rule = "a matrix in 8 bits is stored as integers and scales, which no cast turns into another dtype"
         fix = 'base = "int8" among the adapters of both, or what `jaxpar checkpoint export --format safetensors` writes'
         result.append(Problem(scaled[0].describe(), rule, fix))
         found = [difference for difference in found if difference.kind != "dtype" or not _is_quantization(difference)]

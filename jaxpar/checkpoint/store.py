@@ -178,7 +178,7 @@ class Store:
             except reading.DamagedCheckpoint as found:
                 damaged[candidate] = found.faults
                 continue
-            # set aside only now: if none is good, all stay in place for the user to inspect
+            # damaged checkpoints are renamed only now: if none is good, all keep their names for the user to inspect
             if processes.is_first():
                 for damaged_step, problem in zip(damaged, _damage_problems(self.folder, damaged), strict=True):
                     _set_aside(self, problem, damaged_step, candidate)

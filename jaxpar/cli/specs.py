@@ -12,8 +12,9 @@ EXAMPLE = """\
   $ jaxpar specs configs/quickstart.toml --verify h100:1x8
 
 The loss and its gradients are traced, and the dims are chosen exactly: by FLOP, bytes over the link, launches and
-memory on the chip. The result is names, of parameters by their paths and of activations by lines of the source, that
---write adds to the job; `specs = "found"` under [parallel] finds them at every start. All seconds are modelled.
+memory on the chip. The result is a name for each dim: of parameters by their paths, of activations by lines of the
+source. --write adds these names to the job; with `specs = "found"` under [parallel] every start of the job finds them
+anew. All seconds are modelled.
 """
 
 

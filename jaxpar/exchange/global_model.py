@@ -50,7 +50,7 @@ def merge_replicas_of_model(
     """Returns the parameters and the other state of the global model.
 
     Args:
-      exchange: The exchange of the replicas, which computes per replica.
+      exchange: The exchange of the replicas; each replica has a state of its own.
       params: As for `global_params`.
       model_state: Other state of the replicas. [replica, ...].
       exchange_state: As for `global_params`.

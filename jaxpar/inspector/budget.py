@@ -69,12 +69,12 @@ def _differs(axis: str, kind: str, allowed: int | str, entries: list[Collective]
         if total <= limit:
             return []
         return [Problem(f"{kind} over {axis}: {show_bytes(total)} in a step: {shown}", f"at most {show_bytes(limit)}",
-                        "the sharding behind the largest of them, or the budget")]  # fmt: skip
+                        "another sharding of the largest arrays, or another budget")]  # fmt: skip
     times = sum(entry.times or 0 for entry in entries)
     if times == allowed:
         return []
     return [Problem(f"{kind} over {axis}: {times} in a step{': ' * bool(shown)}{shown}", f"the budget says {allowed}",
-                    "the sharding behind what is new, or the budget")]  # fmt: skip
+                    "another sharding of these arrays, or another budget")]  # fmt: skip
 
 
 def assert_fits(report: Report) -> None:

@@ -188,9 +188,9 @@ def _is_accumulated(var: Any, producers: Mapping[Any, JaxprEqn]) -> bool:
 
 
 def _adds_to(carry: object, out: object, producers: Mapping[Any, JaxprEqn]) -> bool:
-    """Whether a result of the body of a loop is a carry and what is added to it.
+    """Whether a result of the body of a loop is the sum of a carry and other terms.
 
-    JAX adds so the gradient of what all iterations read.
+    In this way JAX adds up the gradient of an array that all iterations read.
     """
     while not isinstance(out, Literal) and (eqn := producers.get(out)) is not None and eqn.primitive.name in ADDS:
         if carry in eqn.invars:

@@ -138,7 +138,7 @@ class Links:
     def _path(
         self, size: float, source: States, changes: Sequence[tuple[int, State]], merged: bool
     ) -> list[Resharding] | None:
-        """Returns the collectives of a sequence of changes, each over one axis; None if one would permute chunks.
+        """Returns the collectives of a sequence of changes, each over one axis; None if a gather would permute chunks.
 
         A gather over the outer axis joins contiguous chunks of a dim only if the inner axis does not cut that dim.
         """

@@ -5,8 +5,9 @@
     forward    split, three slices, or a reshape to [batch, seq, 3, heads, width]
     backward   concatenate, a pad of each part, or the reshape back
 
-An axis may cut the whole where it cuts no part: the first piece of its dim is 3. XLA then exchanges the whole with its
-parts; of a reshape it gathers the whole, or the parts. So the dims of the parts are not joined with that of the whole:
+In this example the last dim of the whole consists of the pieces 3, heads and width. An axis that cuts the whole into
+contiguous chunks cuts the piece 3, which the parts do not have. XLA then sends the whole to where its parts are needed;
+of a reshape it gathers the whole, or the parts. So the dims of the parts are not joined with that of the whole:
 an operation lies between them. But for a reshape its last loop runs over the entries of the whole and the first piece
 of a part.
 """

@@ -69,8 +69,8 @@ def _dims_of_examples(program: TracedProgram, array: Array) -> list[int]:
 def groups_cut_alike(program: TracedProgram) -> list[list[Array]]:
     """Returns groups of arrays of one shape whose dims are cut alike: activations of one key and their gradients.
 
-    An expression that computes arrays of one shape may need them cut along several dims. It then has no name, and XLA
-    chooses for each: what such an array sends was mostly far more than predicted. So these are cut alike too.
+    One expression may compute several arrays of one shape. If they were cut along different dims, no name could
+    describe all of them, and XLA would choose for each: the traffic was then mostly far above the prediction.
     """
     partners = {id(array): given for given in program.marks.values() for array in given}
     groups = []

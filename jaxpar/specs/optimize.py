@@ -37,8 +37,8 @@ class Solution:
       collectives: Collectives of a step over the axes.
       work: A device's FLOP, divided by its FLOP without the axes: 1 / n if n devices split all operations.
       kept: A device's bytes of saved activations, divided by the same bytes without the axes.
-      gather_shares: The share of an array that a device keeps from the forward to the backward pass, by the array's
-        class, where both passes read the array after a gather: XLA then gathers it once.
+      gather_shares: Maps the class of an array that XLA gathers once for the forward and the backward pass to the share
+        of the array that a device keeps in between.
       size: Numbers of columns and rows of the integer program.
     """
 

@@ -61,7 +61,7 @@ class Unpipelined(Gradients):
       layout: The sharding of all arrays.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
-        frozen: Paths of parameters whose gradients the optimizer does not read: these gradients are zero.
+      frozen: Paths of parameters whose gradients the optimizer does not read: these gradients are zero.
     """
 
     layout: Layout
@@ -78,7 +78,7 @@ class Unpipelined(Gradients):
     def _uncast_gradients(
         self, params: Tree, model_state: Tree, batch: Mapping[str, object]
     ) -> tuple[Tree, Sums, Tree]:
-        """Returns the same as `gradients`, but gradients that a cast from 16 bits ends are not cast."""
+        """Returns the same as `gradients`, but without the last cast of gradients to the dtype of the parameters."""
         gradients, sums, after = self._trained(params, model_state, batch)
         return zero_frozen(self.frozen, self.layout, gradients), sums, after
 

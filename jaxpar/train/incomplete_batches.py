@@ -173,8 +173,8 @@ def _message(name: str, count: int, fit: int, divisor: int) -> str:
     why = "the loss does not add up over examples, so no copies are subtracted"
     if not fit:
         last = f"last of the {examples} is" if count == 1 else f"last {count} {examples} are"
-        return f"{why}: the {last} not evaluated, as the mesh divides multiples of {divisor}"
+        return f"{why}: the {last} not evaluated, as the mesh needs a multiple of {divisor}"
     remainder = (
-        f"; {count - fit} of {count} are left out, as the mesh divides multiples of {divisor}" if fit < count else ""
+        f"; {count - fit} of {count} are left out, as the mesh needs a multiple of {divisor}" if fit < count else ""
     )
     return f"{why}: the last {examples} are a batch of {fit}{remainder}"

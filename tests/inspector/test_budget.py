@@ -72,7 +72,7 @@ def test_a_count_is_exact(count):
         "all-reduce over tensor: 12 in a step",
         "10 x f32 4 MiB, blocks.mlp (model.py:7); 2 x f32 4 B, norm",
         f"the budget says {count}",
-        "the sharding behind what is new, or the budget",
+        "another sharding of these arrays, or another budget",
     )
 
 

@@ -180,7 +180,7 @@ def test_one_example_alone_is_compared_in_batches_of_two_sizes():
     assert found == {}
     assert said == [
         "the loss does not add up over examples, so no copies are subtracted: the last of the held-out examples of n1 "
-        "is not evaluated, as the mesh divides multiples of 8"
+        "is not evaluated, as the mesh needs a multiple of 8"
     ]
 
 

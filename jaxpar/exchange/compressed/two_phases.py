@@ -55,7 +55,9 @@ class Codec(Protocol):
 def exchange_codes(
     codec: Codec, local: Arrays, lost: Arrays, pieces: Arrays, dims: Mapping[str, int], between: ReplicaMesh, step
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Exchanges codes; returns mean gradients, the errors of each replica's codes, and the errors of its mean's code.
+    """Averages gradients by two exchanges of codes.
+
+    Returns the mean gradients, the errors of the codes of replicas' gradients, and the errors of the codes of means.
 
     Args:
       codec: The encoder and decoder.

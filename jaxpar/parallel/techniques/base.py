@@ -92,7 +92,7 @@ def refuse_choice(call: AttentionCall) -> AttentionChoice:
     """
     raise refuse(
         f"context_by='auto' over context={call.context}, in a program without a planner",
-        rule="a planner chooses the form of attention; jp.train_step and jobs bring jaxpar's",
+        rule="a planner chooses the implementation of attention; only jp.train_step and jobs have one",
         fix='jp.Parallel(context_by="ring"), or another form by name',
     )
 

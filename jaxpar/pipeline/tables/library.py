@@ -166,7 +166,7 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         chunks=range(1, ANY.stop),
     ),
     "zb_h1": ScheduleFamily(
-        description="1f1b with the weights' half of a backward in the bubble; all stages keep as much as 1f1b's first",
+        description="1f1b with weight gradients in the bubble; every stage saves as much as the first stage of 1f1b",
         source="Qi et al. 2023, arXiv:2401.10241",
         make=zb_h1,
         ticks=lambda P, M, v: 2 * M + max(M, P) + P - 1,
