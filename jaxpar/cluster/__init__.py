@@ -1,6 +1,6 @@
 """Finds the processes of a run: their launcher and the address of process 0; and connects them.
 
-Nouns: a `Launcher`'s variables, a host list, the rendezvous before JAX connects, and the `Peers` that join it.
+Terms: a `Launcher`'s variables, a host list, the rendezvous before JAX connects, and the `Peers` that join it.
 Imports JAX only in `connect`, the last step.
 
 To add a launcher: a reader of its variables and a row of `LAUNCHERS` in `launchers.py`, the innermost launcher first;

@@ -165,7 +165,7 @@ def _torchrun(environment: Environment, own: Mapping[str, str], problems: list[P
 def _open_mpi(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
     """Reads Open MPI's variables; the coordinator is mpirun's host, where process 0 runs unless mapped elsewhere.
 
-    Open MPI 4 names that host in `OMPI_MCA_orte_hnp_uri`, 5 in the name of its namespace, `prterun-HOST-PID@1`.
+    Open MPI 4 names mpirun's host in `OMPI_MCA_orte_hnp_uri`, Open MPI 5 in its namespace `prterun-HOST-PID@1`.
     """
     values = _world(environment, OMPI, "mpirun", problems)
     local = _optional(environment, "OMPI_COMM_WORLD_LOCAL_RANK")

@@ -5,7 +5,7 @@
     .npz, .npy, digits ─────────────────────────────────────────────────► arrays.Arrays ─┼─► batch(step, size, rows)
     Python ─────────────────────────────────────────────────────► streams, iterables.Own ┘     ─► (train.feed) ─► step
 
-Nouns: `Data` (the `[data]` table of a job), a `Source` of batches, `Examples` (indexed, shuffled by seed and epoch, a
+Terms: `Data` (the `[data]` table of a job), a `Source` of batches, `Examples` (indexed, shuffled by seed and epoch, a
 share held out), a `DocumentPiece` and the `Place` after it, an `Encoder` from pieces to tokens, packed tokens
 with a hash manifest, `BatchSpec` (the checks of a batch), and `WeightedBatch` batches, which count a held-out example
 once.

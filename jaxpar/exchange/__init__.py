@@ -11,7 +11,7 @@
     collectives/ collectives as rounds of messages, which run on devices and have a price in seconds
     table        the exchanges that a job may name
 
-Nouns: `Exchange` (a frozen value), `Replicas` (their state at a sync round), `ReplicaMesh` (the mesh axis of the
+Terms: `Exchange` (a frozen value), `Replicas` (their state at a sync round), `ReplicaMesh` (the mesh axis of the
 replicas), `Traffic` (a `Collective` of the ledger and how often it runs), an algorithm (rounds of messages).
 
 To add an exchange: a file with a frozen dataclass that is an `Exchange`, and a row of `table.EXCHANGES` (or `with

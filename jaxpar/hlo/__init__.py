@@ -10,7 +10,7 @@
     flop_share       matmuls that a device computes beyond its share, and the lines that cause them
     branches         refuses collectives in branches that different devices may take: they would wait for each other
 
-Nouns: a module, a computation, an `Op`, a replica group, a cause. This code reads any compiled JAX program, and knows
+Terms: a module, a computation, an `Op`, a replica group, a cause. This code reads any compiled JAX program, and knows
 neither layouts nor jobs.
 
 To read a new form of XLA's text: its pattern next to the others of its file (`text` for instructions, `replica_groups`

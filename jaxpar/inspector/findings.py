@@ -198,7 +198,11 @@ def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str])
         Flag(
             "idle axis",
             f"{axis}={size} never communicates: "
-            + ("its shards stay separate" if axis in splits else "it splits nothing, so its devices do the same work"),
+            + (
+                "its shards stay separate"
+                if axis in splits
+                else "no array is split over it, so its devices do the same work"
+            ),
             f"{size_setting(axis, 1)} and another axis larger, or a sharding that names {axis}",
         )
         for axis, size in sizes.items()

@@ -63,8 +63,8 @@ class Timeline:
     Attributes:
       seconds: Duration of the step.
       compute: Seconds of kernels.
-      communication: Stream to seconds of its collectives, overlapped with computation or not.
-      exposed: Stream to the seconds in which computation waits for it.
+      communication: Maps each stream to the seconds of its collectives, overlapped with computation or not.
+      exposed: Maps each stream to the seconds in which computation waits for its collectives.
       events: The first events, for a picture.
       unknown: Whether the step has a loop with an unknown trip count, which counts as one iteration.
     """

@@ -11,7 +11,7 @@
     lookups                           lookups in sharded tables; bfloat16 for matmuls with promoted operands
     dataflow                          dependencies between equations, and dead code, which the other modules use
 
-Nouns: a jaxpr, an equation, a variable, residuals (values that the forward pass saves for the backward pass).
+Terms: a jaxpr, an equation, a variable, residuals (values that the forward pass saves for the backward pass).
 
 To add a rewrite: a module with a function of a closed jaxpr, and a test that its results equal those of the original.
 """

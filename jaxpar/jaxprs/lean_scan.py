@@ -167,7 +167,7 @@ class ScanPair:
     Attributes:
       forward: The equation of the forward scan.
       backward: The equation of the backward scan.
-      dropped: Variables of the forward's body that are no longer saved, to their variables in the backward's body.
+      dropped: Maps each variable of the forward's body that is no longer saved to its variables in the backward's body.
       saved: Variables of the forward's body that are saved instead.
       recomputed: Equations of the forward's body that the backward runs to compute the dropped from the saved values.
     """

@@ -9,7 +9,7 @@
     plan_api, chat  commands as Python functions: `jp.plan`; a chat
     starter     the files that `jaxpar new` writes
 
-Nouns: a `Job` and its tables, a problem, a verb. Each verb (`run`, `check`, `inspect`, `plan`, ...) has one file here,
+Terms: a `Job` and its tables, a problem, a verb. Each verb (`run`, `check`, `inspect`, `plan`, ...) has one file here,
 which returns values; `cli` prints them.
 To add a key: add a field and its meaning (under Attributes) to the dataclass of the package that reads it; the schema,
 `--print-defaults` and the check for unknown keys follow. To add a verb: add a file here that returns a value, and one

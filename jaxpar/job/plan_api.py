@@ -40,7 +40,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
     if module is None or not isinstance(step, module.Step):
         raise refuse(
             f"jp.plan of {step!r:.60}",
-            rule="a plan is of a job, or of a step and its global batch",
+            rule="jp.plan takes a job, or a step and its global batch",
             fix='jp.plan("job.toml", devices=64), or jp.plan(step, batch, devices=64) of what jp.train_step returns',
         )
     batch = _batch(batches)

@@ -1,6 +1,6 @@
 """Builds a `jax.sharding.Mesh` from axis sizes, on real, simulated or absent devices.
 
-Nouns: an `Axis` (the dims that it splits, whether it splits the batch), a `Chip` with a source per number, a `Target`
+Terms: an `Axis` (the dims that it splits, whether it splits the batch), a `Chip` with a source per number, a `Target`
 (absent GPUs to compile for), a `Collective`, a `Link`, and the memory `Pool` that a run allocates on a GPU.
 
 To add an axis: write a row of `axes.AXES`, and the technique that uses it in `parallel/techniques`; an axis that no

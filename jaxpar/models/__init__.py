@@ -12,7 +12,7 @@
     outputs of a model to its loss          float32, whatever it computes in             output_dtype.py
     swiglu(gate, up), activate(x, name)     backward passes that need less memory        custom_gradients.py
 
-Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), dim names, a stack of equal
+Terms: the settings of a model (a frozen dataclass: the `[model]` table of a job), dim names, a stack of equal
 layers, an island (a function that the step implements).
 
 To add a model: its settings in `settings/`, a file with its module, parameters named by `layers.weight`, and, if jobs

@@ -7,7 +7,7 @@ are matrices.
 
 `optax_lookup` looks up other optimizers and schedules of optax, and tries them on shapes.
 
-Nouns: `Optimizer` (settings, from which `optax_chain` builds the chain), `Growth` (batches that grow).
+Terms: `Optimizer` (settings, from which `optax_chain` builds the chain), `Growth` (batches that grow).
 """
 
 from importlib import import_module

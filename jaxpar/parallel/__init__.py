@@ -2,7 +2,7 @@
 
     Parallel, model, devices ─► compose ─► Layout: specs, mesh, schedule, and why; or every problem at once
 
-Nouns: `Parallel` (sizes of axes, and how each is used), `Pipeline`, a `Placement` per parameter, a `Technique` per
+Terms: `Parallel` (sizes of axes, and how each is used), `Pipeline`, a `Placement` per parameter, a `Technique` per
 axis, and the `Layout`: the sharding of every array of a job, and the rules that chose it.
 
 To add a technique, or another way to run one: see `techniques`. To add a key of the declaration: a field of `Parallel`

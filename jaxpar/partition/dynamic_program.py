@@ -5,10 +5,10 @@
     Ak(i..j, m)  = min( Tk(i..j, m),
                         min over s, m' < m of max( Tk(i..s, m'),  the traffic after s,  Ak(s+1..j, m - m') ) )
 
-The recurrence differs from the published one in two ways. It splits off the first stage instead of the last. Both give
-the same minimum, but the number of devices in later stages ("behind") is then known, and hence the number of
-minibatches in flight and the exact memory. Also, each table is computed for plans of exactly n stages, in order to find
-the plan with the fewest stages that is nearly as good as the best.
+The recurrence differs from the published one in two ways. First, it splits off the first stage instead of the last.
+Both give the same minimum, but the number of devices in later stages ("behind") is then known, and hence the number of
+minibatches in flight and the exact memory. Second, each table is computed for plans of exactly n stages, in order to
+find the plan with the fewest stages that is nearly as good as the best.
 
 Source: Narayanan et al. (2019), section 3.1; msr-fiddle/pipedream.
 """

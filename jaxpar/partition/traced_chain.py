@@ -56,8 +56,9 @@ def crossing_bytes(cut: JaxprCut, outs: Iterable) -> list[float]:
 def pieces_between_equations(crossing: Sequence[float], flop: Sequence[float]) -> list[int]:
     """Divides the equations of a model without `jp.pipelined` into pieces; returns the piece of each equation.
 
-    A piece ends after an equation if no more bytes cross there than one equation earlier; in a long program only if the
-    next equation has FLOP, and then so rarely that there are at most `MOST` pieces.
+    A piece ends after an equation if the bytes that cross there are not more than after the previous equation. If these
+    are more than `MOST` pieces, a piece ends only if the next equation also has FLOP, and only at every n-th such
+    equation, so that at most `MOST` pieces remain.
     """
     ends = [i for i in range(1, len(crossing) - 1) if crossing[i] <= crossing[i - 1]]
     if len(ends) >= MOST:

@@ -4,7 +4,7 @@
     draw/     draws tables in terminals and as SVG
     run/      compiles a table to a program of ticks, which every stage runs
 
-Nouns: a `Schedule`, a cell, a stage, a tick, a chunk, a `Program` of ticks.
+Terms: a `Schedule`, a cell, a stage, a tick, a chunk, a `Program` of ticks.
 
 To add a schedule: write a generator in `tables/generators.py`, and a row of
 `tables/library.LIBRARY` with closed forms for its ticks and its peak of saved activations. No other code changes: tests

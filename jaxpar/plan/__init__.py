@@ -12,7 +12,7 @@ Python), GPUs and their links, and returns a plan that prints itself, and displa
     machine/      chips in nodes, their efficiency, and the kernels and overlap of a training program
     measurements/ published runs: the expected error, and machines calibrated on a run
 
-Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Collective` (the same class
+Terms: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Collective` (the same class
 as in the ledger of a compiled program), a `Question` and its `Plan`.
 To add a technique: a file in `techniques/` (see there); sums, pages and bars then show its cause. A chip: a row of
 `machine.hardware.HARDWARE`, or a user's file of measurements (`machine/hardware_file.py`). A model family: classes with

@@ -19,11 +19,11 @@ class RecomputeShares(NamedTuple):
     """Shares of a layer's forward pass that the backward pass recomputes.
 
     Attributes:
-      matmuls: Of matmuls with weights.
-      attention: Of attention's matmuls; if they are recomputed, the context axis gathers keys and values again.
-      scores: Of attention's softmax.
-      elementwise: Of all other ops.
-      collectives: Of collectives of the tensor axis.
+      matmuls: Share of matmuls with weights.
+      attention: Share of attention's matmuls; if they are recomputed, the context axis gathers keys and values again.
+      scores: Share of attention's softmax.
+      elementwise: Share of all other ops.
+      collectives: Share of the collectives of the tensor axis.
     """
 
     matmuls: Any

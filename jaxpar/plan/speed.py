@@ -18,7 +18,7 @@ from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_count
 
 LOW, WAITING = 0.1, 0.5  # MFU below which, and bubble above which, a layout is hopeless
-FACTORS = (2, 4, 8, 16)  # times more rows, or fewer devices: tried until the layout is no longer hopeless
+FACTORS = (2, 4, 8, 16)  # multiplies examples or divides devices, in order, until the layout is no longer hopeless
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

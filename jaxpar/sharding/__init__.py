@@ -13,7 +13,7 @@ jaxpar works on pytrees.
     dim names of other code bases ─► jaxpar's own                                            constrain.py
     an author's specs, meshes and rules, in JAX's and Flax's words ─► those of a step's mesh author/
 
-Nouns: a `Blueprint` (everything that jaxpar needs to know of a model), a `Leaf` (shape, dtype and names of one
+Terms: a `Blueprint` (everything that jaxpar needs to know of a model), a `Leaf` (shape, dtype and names of one
 parameter), an `AxisChoice` of mesh axes for its dims, rules from names to mesh axes.
 
 To add a Flax API: a file beside `nnx_model.py` and `linen_model.py` that returns a `Blueprint`. To give a new dim name

@@ -95,7 +95,9 @@ class Formulation(IntegerProgram):
         self._kept_whole = 0.0
         self._complexity: dict[int, float] = {}
         self._whole_work: list[dict[int, float]] = [{} for _ in self.sizes]
-        self._cuts: list[list[int]] = [[] for _ in self.sizes]  # for each axis, the columns of v whose loop it cuts
+        self._cuts: list[list[int]] = [
+            [] for _ in self.sizes
+        ]  # for each axis, the columns of strategies in which it cuts a loop
         self._arrays()
         self._reductions()
         self._operations()

@@ -20,5 +20,5 @@
     model        the user's own Flax model with the parameters of a state: `jp.model`
     state        parameters, optimizer, model and exchange state, initialized sharded
 
-Nouns: `Step`, `State`, `Numerics` (precision, remat, accumulation), sums and counts of a loss.
+Terms: `Step`, `State`, `Numerics` (precision, remat, accumulation), sums and counts of a loss.
 """

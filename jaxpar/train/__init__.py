@@ -1,6 +1,6 @@
 """The training loop: it reads batches, runs steps, writes metrics, evaluations and checkpoints, and handles faults.
 
-Nouns: a `Run` and its `Outcome`, `Faults` (the reaction to NaN, infinity and loss spikes), a rollback, skipped batches,
+Terms: a `Run` and its `Outcome`, `Faults` (the reaction to NaN, infinity and loss spikes), a rollback, skipped batches,
 the lock of a run folder, metrics, `Noise` (of gradients and updates), and the watchdog, which detects lost processes.
 `api/` has the Python functions `jp.train_step`, `jp.fit`, `jp.save` and `jp.restore`. `progress` writes the status line
 of a terminal. `virtual_clock` simulates training with stale updates; `hogwild` trains with threads that race.

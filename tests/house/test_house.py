@@ -60,7 +60,7 @@ def test_a_big_room_says_what_it_is_for_and_how_to_add_one_more(room):
     said = ast.get_docstring(ast.parse((HOUSE / room / "__init__.py").read_text()))
     assert said
     assert len(said.splitlines()) >= 4
-    assert "Nouns: " in said
+    assert "Terms: " in said
 
 
 def test_files_that_explain_no_instruction_are_there():

@@ -228,7 +228,7 @@ WRONG = {
     "no such file": (lambda path: jp.schedule("none.csv"), "none.csv"),
     "no GPUs": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=0), "devices"),
     "no job": (lambda path: jp.plan("configs/none.toml", devices=8), "none.toml"),
-    "a model for a plan": (lambda path: jp.plan(Net, BATCH, devices=8), "a job, or of a step"),
+    "a model for a plan": (lambda path: jp.plan(Net, BATCH, devices=8), "a job, or a step"),
     "a step without its batch": (lambda path: jp.plan(step_of(fsdp=8), devices=8), "global batch"),
     "a batch of numbers": (lambda path: jp.plan(step_of(fsdp=8), {"x": 3}, devices=8), "global batch"),
     "a batch of two sizes": (lambda path: jp.plan(step_of(fsdp=8), BATCH | {"y": BATCH["y"][1:]}, devices=8),

@@ -7,8 +7,8 @@
     gossip     each replica takes a weighted mean of its own parameters and its neighbours'
     ensemble   replicas never synchronize: evaluation averages their predictions (in `local`)
 
-Nouns: a replica, a sync round, the anchor (the parameters after the last sync round), a graph of which replica hears
-which.
+Terms: a replica, a sync round, the anchor (the parameters after the last sync round), the graph of gossip
+(which replicas are neighbours).
 
 To add one: a file with a frozen dataclass that is an `Exchange` with `replicas_differ = True`, and a row of
 `exchange.table`.

@@ -11,7 +11,7 @@
 A method computes a table of updates from the workers' times, without a model. `train.virtual_clock` trains a model by
 this table (by `run_elastic` if workers have their own parameters).
 
-Nouns: a worker, a share (the examples of one gradient), a version (the number of updates so far), a push (one
+Terms: a worker, a share (the examples of one gradient), a version (the number of updates so far), a push (one
 gradient), an update (the mean of some pushes), staleness (updates between a gradient's read and its own update).
 
 To add a method: a frozen dataclass that is a `SimulatedRun`, and a row of `methods.SIMULATED`.

@@ -7,7 +7,7 @@
     programs    all collectives by name, for arrays of any shape inside `shard_map`; prints a table and its effect on
                 devices
 
-Nouns: `Message`, `Round`, `Part`, a table (rounds), a program (runs a table on devices).
+Terms: `Message`, `Round`, `Part`, a table (rounds), a program (runs a table on devices).
 
 To add an all-reduce: a function of the devices and the part in `algorithms`, and a row of its `ALL_REDUCE`. To add
 another collective: its table, a row of `programs.TABLES`, and its program.

@@ -7,7 +7,7 @@
     sweep           a job's `[sweep]`, and the members' initial settings
 
 Settings are arrays [member] in the optimizer's state, so one compiled program trains all members; every device along
-`data` has the same number of members. Nouns: a member, a setting, a window (the steps between two sync rounds).
+`data` has the same number of members. Terms: a member, a setting, a window (the steps between two sync rounds).
 
 To add a search method: a file with a frozen dataclass that is a `Population`, and its name in `Sweep.method`.
 """

@@ -6,5 +6,5 @@
     thread_races    trains the job by threads that update shared parameters without locks
     curves_page     one HTML file
 
-Nouns: a method, a curve.
+Terms: a method, a curve.
 """

@@ -108,7 +108,7 @@ def toolkit(driver: Path = DRIVER) -> Finding:
     if reason := missing_plugin():
         return Finding("inspections", "ok", f"no programs for absent GPUs: {reason}", "pip install 'jaxpar[gpu-plan]'")
     if driver.exists() and any(map(installed, PLUGINS)):
-        return Finding("inspections", "ok", "programs are compiled with the CUDA toolkit that runs use, too")
+        return Finding("inspections", "ok", "programs are compiled with the CUDA toolkit that XLA finds")
     return Finding(
         "inspections", "ok", "programs are compiled with a stand-in for the CUDA toolkit, even if one exists"
     )

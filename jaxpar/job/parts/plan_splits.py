@@ -170,9 +170,9 @@ def _sentences_on_sizes(
             f"only {shown}, the smallest sizes with which the replicas divide the examples; jp.find_specs finds dims "
             "for others"
             if pairs
-            else "with no such sizes the replicas divide the examples"
+            else "at no such sizes do the replicas divide the examples"
             if scarce
-            else "tried if there are fewer examples than devices; jp.find_specs finds dims for both"
+            else "a plan tries both only for fewer examples than devices; jp.find_specs finds dims for both"
         )
         no_splits.append(f"context with tensor: {tried}")
     return no_splits

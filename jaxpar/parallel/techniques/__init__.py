@@ -6,7 +6,7 @@
     traced     how, bind              islands implements the functions that a model calls, such as jp.attention
     lowered    check                  check verifies the technique's requirements of the model in the program
 
-Nouns: a `Technique` and the axis that it communicates over, its implementations (`how`), a model's `ModelUse` names.
+Terms: a `Technique` and the axis that it communicates over, its implementations (`how`), a model's `ModelUse` names.
 
 To add a technique: its axis in `jaxpar.mesh.axes`, a file beside `tensor.py` with a `Technique`, a row of
 `all_techniques.TECHNIQUES`, and its price in `jaxpar.plan.techniques`. To add a way of bringing sequence shards

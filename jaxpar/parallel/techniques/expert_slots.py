@@ -176,9 +176,11 @@ class Split:
     pieces: int
 
     def to_experts(self, x: jax.Array) -> jax.Array:
-        """Maps slots to [experts, pieces, other axes, ways x rows, slots of a piece, dim], split by expert.
+        """Moves slots to the devices of their experts.
 
-        Dims that axes split come first, because XLA keeps a dim split that is merged with others only as the first.
+        Returns shape [experts, pieces, outer, ways x rows, slots of a piece, dim].
+
+        Dims that axes split come first: if XLA merges dims, it keeps only a split of the first of them.
         """
         if self.ways == 1:
             if axes := {dim: on for dim, on in ((0, self.others), (2, self.context)) if on}:

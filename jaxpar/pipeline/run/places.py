@@ -62,7 +62,7 @@ class OpTicks:
         self._last_op = "F" if not train else "W" if schedule.split else "B"
 
     def lifetimes(self, source: int, op: str, reader: int) -> list[tuple[int, int]]:
-        """Returns for each group the tick in which a part runs an op, and the last in which `reader` needs its result."""
+        """Returns for each group the tick of an op of a part, and the last tick in which `reader` needs its result."""
         return [
             (self.places[op, group, source][0], self.places[self._last_op, group, reader][0]) for group in self._groups
         ]

@@ -46,7 +46,7 @@ class ScheduleFamily:
       make: Maps (stages, microbatches, chunks) to the table.
       ticks: Maps (stages, microbatches, chunks) to the published number of rows of the table (but see `dualpipe_v`).
       peak: Maps (stages, microbatches, chunks, stage) to the published `Schedule.peak[stage]`.
-      stash: Maps the same to `Schedule.stash[stage]`, which is 0 if a backward is one op.
+      stash: Maps (stages, microbatches, chunks, stage) to `Schedule.stash[stage]`, which is 0 if a backward is one op.
       chunks: The supported numbers of chunks per stage.
       fewest_microbatches: Maps a number of stages to the fewest microbatches that it supports.
       multiple_of_stages: Whether the number of microbatches must be a multiple of the number of stages.

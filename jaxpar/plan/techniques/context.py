@@ -280,8 +280,8 @@ def ring_collectives(row: LayerAttention) -> Iterator[Collective]:
 def moved_share(ring: np.ndarray | float) -> Any:
     """Returns the share of chunks that change their group in a causal ring's chunk permutes.
 
-    Chunk c of 2P comes from group c // 2, and goes to group c or, if c >= P, to group 2P - 1 - c. Chunk 0 stays, and so
-    does the late chunk with c // 2 = 2P - 1 - c, which exists unless 3 divides P.
+    P groups have 2P chunks. Chunk c comes from group c // 2, and goes to group c, or to group 2P - 1 - c if c >= P. Two
+    chunks stay in their group: chunk 0, and, unless 3 divides P, the chunk c >= P with c // 2 = 2P - 1 - c.
 
     >>> float(moved_share(2)), float(moved_share(8))
     (0.5, 0.875)

@@ -199,7 +199,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
 
 
 def _is_expert_dim(path: str, dims: Sequence[Dim], index: int) -> bool:
-    """Whether a dim has an entry for each expert: of a stack of matrices, each for other tokens, or of their biases.
+    """Whether the entries of a dim are experts: matrices, or biases, each of which is applied to other tokens.
 
     Matmuls may compute the tokens of all experts from the same input: then the dim is batched in the next matmul only.
     """

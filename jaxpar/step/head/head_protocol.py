@@ -165,7 +165,7 @@ def _is_table(weight: jax.Array, hidden: jax.Array, parameter: _HeadParameter) -
 def _cache_reads(variable: nnx.Variable, value: jax.Array) -> Iterator[None]:
     """Context in which reads of a variable return a cached value."""
     metadata = variable.get_metadata()
-    if "at_use" not in metadata:  # outside of a step a second read moves nothing
+    if "at_use" not in metadata:  # outside of a step, reading the variable twice gathers nothing
         yield
         return
     use = metadata["at_use"]

@@ -7,7 +7,7 @@
     a row of a step, or its evaluation ─► log(step, values)
     run ends ─► close()
 
-Nouns: a `LoggedRun` (the run as a logger sees it), and loggers, which are objects with these methods; of a user's own
+Terms: a `LoggedRun` (the run as a logger sees it), and loggers, which are objects with these methods; of a user's own
 logger only `log` is required.
 
 RUN/metrics.jsonl is the truth: a killed run resumes from a checkpoint before its last rows, and loses rows that a

@@ -4,7 +4,7 @@
     python -m tests.bench.gpu             measurements, each beside its prediction        gpu.jsonl, CHIP.toml, gpu.log
     python -m tests.bench.gpu --table     the tables of the README, from the records
 
-Nouns: a *stage* measures one thing, as a process of its own with a limit (`stage.py`; `table.py` lists them). Its
+Terms: a *stage* measures one thing, as a process of its own with a limit (`stage.py`; `table.py` lists them). Its
 *work* takes each measurement once (`work.py`), into the *lines* of the record (`lines.py`), under the *identity* of
 device, driver, versions and sources (`identity.py`). The *runner* starts what fits into the minutes (`runner.py`).
 
