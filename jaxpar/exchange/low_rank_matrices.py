@@ -66,14 +66,14 @@ def orthonormal(x: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, x.shape[-1], column, jnp.zeros_like(x))
 
 
-def as_one_vector(arrays: Arrays, travel: Callable[[jax.Array], jax.Array]) -> Arrays:
+def as_one_vector(arrays: Arrays, collective: Callable[[jax.Array], jax.Array]) -> Arrays:
     """Applies a collective to several arrays as one vector.
 
     Args:
       arrays: Arrays by path.
-      travel: The collective, from a vector [elements] to [..., elements].
+      collective: Maps a vector [elements] to [..., elements].
     """
-    received = travel(jnp.concatenate([x.reshape(-1) for x in arrays.values()]))
+    received = collective(jnp.concatenate([x.reshape(-1) for x in arrays.values()]))
     result, offset = {}, 0
     for path, x in arrays.items():
         result[path] = received[..., offset : offset + x.size].reshape(*received.shape[:-1], *x.shape)

@@ -72,12 +72,14 @@ def _joins_several_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> b
 def _refusal(op: Op, module: Module, schedule: "Schedule"):
     frame = user_frame(module.stack(op))
     location = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
+    kind = op.opcode.removesuffix("-start")
+    article = "an" if kind[0] in "aeiou" else "a"
     phased = "interleaved_phased" if schedule.chunks > 1 else "1f1b_phased"
     return refuse(
-        f"a {op.opcode.removesuffix('-start')} in {shorten_label(op.label)}{location}, inside of what only some stages "
-        f"of {schedule.name} do",
-        rule="where a table mixes kinds of ops in a tick, a collective inside of one joins devices of one stage alone: "
-        "others do something else and never come, so the run would wait for ever",
-        fix=f'schedule="{phased}", in whose ticks all stages do the same; or layers that move nothing along a dim that '
-        "is split, as a shift of tokens does with sequence=True or context",
+        f"{article} {kind} in {shorten_label(op.label)}{location}, in an op that only some stages "
+        f"of {schedule.name} run in that tick",
+        rule="if stages run different ops in a tick, a collective inside of an op must not span several stages: the "
+        "other stages would never join it, and the run would hang",
+        fix=f'schedule="{phased}", where all stages run the same op in a tick; or layers without communication along a '
+        "split dim (a shift of tokens communicates with sequence=True or context)",
     )

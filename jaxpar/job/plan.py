@@ -86,7 +86,7 @@ def _why_plain_blocks(job: Job, shape: Shape, chip: Chip) -> str:
     if reason and kernel == "cudnn":
         raise refuse(
             f"a plan with parallel.context_kernel = 'cudnn': {reason}",
-            rule="where cuDNN's kernel is asked for, it takes the parts of attention",
+            rule="with context_kernel = 'cudnn', the kernel must support the job's attention",
             fix="parallel.context_kernel=auto",
         )
     return reason or ""

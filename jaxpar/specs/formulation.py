@@ -319,7 +319,7 @@ def _has_examples(program: TracedProgram, array: Array) -> bool:
 
 
 def _gathers_apart(program: TracedProgram, operation: Operation, replicas: int) -> bool:
-    """Whether an operation sums over examples that another axis splits, and no axis splits sequences beside it."""
+    """Whether an operation sums over examples that another axis splits, while no axis splits sequences."""
     summed = (program.rows & {*operands} for operands, result in operation.loops if result is None)
     return replicas > 1 and not program.name_of_piece and any(summed)
 

@@ -52,7 +52,7 @@ def test_a_shift_of_tokens_in_a_mixed_table_is_refused_and_attention_is_not(sche
     cases = [Combination("shifting", "one-hot", SPLIT, how), Combination("transformer", "one-hot", SPLIT, how)]
     refused, found = outcomes(cases)
     assert refused.startswith("refused: a collective-permute in ")
-    assert f"inside of what only some stages of {schedule} do" in refused
+    assert f"in an op that only some stages of {schedule} run in that tick" in refused
     assert 'schedule="1f1b_phased"' in refused
     assert found == "equal"
 
@@ -63,7 +63,7 @@ def test_what_is_compiled_for_gpus_is_read_too():
     how = jp.Parallel(**SPLIT, pipeline=jp.Pipeline(schedule="1f1b", **FOUR))
     layout = jp.compose(handwritten.Shifting, how, jp.target_devices("h100:1x8"))
     (batch,) = handwritten.batches(1)
-    with pytest.raises(JaxparError, match=r"a collective-permute in .* inside of what only some stages of 1f1b do"):
+    with pytest.raises(JaxparError, match=r"a collective-permute in .* only some stages of 1f1b run in that tick"):
         jp.inspect(jp.train_step(layout, handwritten.one_hot, optax.sgd(0.1)), batch)
 
 
@@ -172,7 +172,7 @@ COLLECTIVES = {  # of the devices 0 to 3 on the first stage and 4 to 7 on the se
 def test_in_what_a_stage_chose_only_its_own_devices_may_meet(collective, ends, name):
     table = schedule(name, stages=2, microbatches=4)
     inside = CHOSEN.format(collective=collective, choice="while/body/pipeline:choice/cond")
-    with nullcontext() if ends or table.phased else pytest.raises(JaxparError, match="only some stages of 1f1b do"):
+    with nullcontext() if ends or table.phased else pytest.raises(JaxparError, match="only some stages of 1f1b run"):
         check_branches(inside, SIZES, table)
     elsewhere = CHOSEN.format(collective=collective, choice="jit(step)/cond")  # all devices come to the same there
     check_branches(elsewhere, SIZES, table)

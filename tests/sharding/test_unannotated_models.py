@@ -208,7 +208,7 @@ def lowered(model, batch):
 
 @pytest.mark.slow
 def test_the_first_step_says_which_parameters_of_an_nnx_model_it_reads_otherwise():
-    told = r"f32\[256, 256/tensor\] \(.*\), and by what the model does with it would be f32\[heads/tensor, embed\]"
+    told = r"f32\[256, 256/tensor\] \(.*\), but the model's use of it suggests f32\[heads/tensor, embed\]"
     with pytest.warns(UserWarning, match=rf"(?s)OwnWords: mixer/merge/kernel .*{told}.*jp\.from_nnx\(OwnWords, batch"):
         lowered(OWN_WORDS, tokens_of(8))
     lowered(jp.from_nnx(OWN_WORDS, TOKENS), tokens_of(8))  # where a warning is an error

@@ -47,7 +47,7 @@ class SelectiveExchange(Exchange):
         check_ranges(self, SECTION, {"smallest": (1, STEPS)})
 
     def compresses(self, path: str, size: int, dtype: object) -> bool:
-        """Returns whether a parameter's gradient is compressed. A complex one is not: codes are of real numbers.
+        """Returns whether a parameter's gradient is compressed; complex ones are not, because codes hold real numbers.
 
         Args:
           path: Path of the parameter.

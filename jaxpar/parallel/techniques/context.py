@@ -118,7 +118,13 @@ def problems(parallel: Parallel) -> list[Problem]:
     errors = []
     if by != "gather" and devices == 1:
         fix = "context=2 or more, or leave context_by out"
-        errors.append(Problem(f"context_by={by!r} with context=1 does nothing", "it says how pieces meet", fix))
+        errors.append(
+            Problem(
+                f"context_by={by!r} with context=1 does nothing",
+                "it chooses the attention between devices of `context`",
+                fix,
+            )
+        )
     if by != "gather" and "context" in parallel.how:
         got = f"context_by={by!r} and how={{'context': {parallel.how['context']!r}}}"
         errors.append(Problem(got, "attention runs in one way", "one of the two"))

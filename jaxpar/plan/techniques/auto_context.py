@@ -99,8 +99,8 @@ def _with_kernel(call: AttentionCall, ring_forms: list[Candidate], blocks: Mappi
     raise refuse(
         f"context_kernel='cudnn' with context_by='auto' for q {call_text}, over context={call.context}: "
         + ("; ".join(reasons) or "no form but gather divides the tokens and heads"),
-        rule="where cuDNN's kernel is asked for, auto takes a form whose parts it runs: gather has none",
-        fix="context_kernel='auto', which takes the fastest form, by the kernel or not, and says so",
+        rule="with context_kernel='cudnn', auto chooses only forms that the kernel can run, not gather",
+        fix="context_kernel='auto', which takes the fastest form, with or without the kernel",
     )
 
 
@@ -108,11 +108,11 @@ def _implementation_note(blocks: Mapping[Candidate, str]) -> str:
     plain = {form: reason for form, reason in blocks.items() if reason}
     reason = "; ".join(dict.fromkeys(plain.values()))
     if not plain:
-        return "pieces met by cuDNN's kernel, as on a GPU where it passes its trial" * bool(blocks)
+        return "in cuDNN's kernel, as on a GPU where it passes its trial" * bool(blocks)
     if len(plain) == len(blocks):
         return f"in blocks of plain JAX: {reason}"
     names = ", ".join(_name(form) for form in blocks if form not in plain)
-    return f"{names} by cuDNN's kernel, as on a GPU where it passes its trial, others in blocks of plain JAX: {reason}"
+    return f"{names} in cuDNN's kernel, as on a GPU where it passes its trial, others in blocks of plain JAX: {reason}"
 
 
 def _assumed(chip: str) -> str:
@@ -122,7 +122,7 @@ def _assumed(chip: str) -> str:
 def _score_note(call: AttentionCall, shape: Shape, gather: Candidate, fits: bool | None) -> str:
     """Returns as text whether scores of gathered keys fit, or that gather is excluded by a request for the kernel."""
     if fits is None:
-        return "; gather has no kernel, which is asked for"
+        return "; gather is left out, as context_kernel='cudnn' cannot run it"
     layers = "a layer that gathers" if call.layers == 1 else f"{call.layers} layers that gather, and keep shares,"
     state = f"beside a state of {show_bytes(call.state_bytes)}" if call.state_bytes else "alone"
     verdict = "fit" if fits else "do not fit"

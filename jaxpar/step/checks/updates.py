@@ -92,8 +92,8 @@ def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
         path = max(wrong, key=lambda path: layout.placements[path].leaf.bytes)
         more = f"; so are {len(wrong) - 1} more of {len(guessed)}" * (len(wrong) > 1)
         warnings.warn(
-            f"{blueprint.name}: {path} is placed as {layout.describe(path)} ({layout.placements[path].why}), and by "
-            f"what the model does with it would be {traced.describe(path)} ({traced.placements[path].why}){more}\n"
+            f"{blueprint.name}: {path} is placed as {layout.describe(path)} ({layout.placements[path].why}), but the "
+            f"model's use of it suggests {traced.describe(path)} ({traced.placements[path].why}){more}\n"
             f'  fix: jp.compose(jp.from_nnx({blueprint.name}, batch["inputs"]), ...), or paths in jp.Parallel',
             stacklevel=4,
         )

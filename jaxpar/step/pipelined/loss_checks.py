@@ -43,7 +43,7 @@ def check_layerwise(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, s
             if _mixes_layers(eqn, i):
                 raise refuse(
                     f"the layers of {name} read {stacks[var]} of all layers at once, in `{eqn.primitive.name}`",
-                    rule="a stage has the parameters of its own layers alone, so that each layer reads its own",
+                    rule="a stage has only the parameters of its own layers, so a layer may read only its own",
                     fix="the layer's own parameters inside of the scan over layers, and sums of all layers in x, where "
                     "each layer adds its own: x, total = jp.pipelined(layers, (x, jnp.zeros(())))",
                 )
