@@ -100,7 +100,7 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
 
 
 def _replicas(found: list[Difference]) -> Problem | None:
-    """Returns a problem if the parameters have another number of differing replicas."""
+    """Returns a problem if checkpoint and job differ in the number of replicas that have parameters of their own."""
     pairs = [(item.was.shape, item.now.shape) for item in found if item.part == "params" and item.was and item.now]
     counts = {(_extra_dim(was, now), _extra_dim(now, was)) for was, now in pairs}
     if len(counts) != 1 or counts == {(0, 0)}:

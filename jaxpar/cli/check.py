@@ -113,7 +113,7 @@ def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> 
         raise JaxparError(*problems)
     layout = resolved.layout
     if layout.sizes["pipe"] > 1:
-        logits = logits[-1:]  # those of the schedule, of one microbatch; the earlier ones are of the unpipelined trace
+        logits = logits[-1:]  # one microbatch in the pipeline; earlier entries are from the trace without a pipeline
     else:
         logits = [each.part(job.train.accumulate) for each in logits]
     auto = sorted(each for each in called if each.startswith("context by auto"))

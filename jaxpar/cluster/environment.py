@@ -14,12 +14,12 @@ from typing import Any
 from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, read_number, unsupported_launcher
 from jaxpar.errors import JaxparError, Problem, refuse
 
-PORT = 8476  # if only a host is given; JAX uses the same on Kubernetes
+PORT = 8476  # default port of the coordinator, as in JAX on Kubernetes
 OWN = {"coordinator": "JAXPAR_COORDINATOR", "processes": "JAXPAR_PROCESSES", "process": "JAXPAR_PROCESS"}
 MEANS = {
-    "coordinator": "it is HOST:PORT of process 0, as every process reaches it",
-    "processes": "it is how many processes train together, from 1",
-    "process": "it is which of the processes this is, from 0",
+    "coordinator": "JAXPAR_COORDINATOR is HOST:PORT at which every process reaches process 0",
+    "processes": "JAXPAR_PROCESSES is the number of processes that train together",
+    "process": "JAXPAR_PROCESS is the index of this process, from 0",
 }
 
 

@@ -108,8 +108,10 @@ def read_number(environment: Environment, name: str, rule: str, problems: list[P
 
 def _world(environment: Environment, names: tuple[str, str], launcher: str, problems: list[Problem]) -> Said:
     """Reads the number of processes and the number of this process, from two variables."""
-    processes = read_number(environment, names[0], f"{launcher} sets it: how many processes there are", problems, low=1)
-    process = read_number(environment, names[1], f"{launcher} sets it: which process this is, from 0", problems)
+    processes = read_number(
+        environment, names[0], f"{launcher} sets {names[0]} to the number of processes", problems, low=1
+    )
+    process = read_number(environment, names[1], f"{launcher} sets {names[1]} to the index of this process", problems)
     return {"processes": processes, "process": process}
 
 

@@ -77,7 +77,8 @@ class Excess:
       share_flop: FLOP of a device's share.
       lines: Lines of code with the largest excess, `net.py:12 in __call__`, largest first.
       ragged_flop: FLOP of the excess that XLA adds to ragged matmuls.
-      unsplit: Those of the lines that names in `Parallel.activations` leave whole; None without any.
+      unsplit: The lines whose arrays stay unsharded because of their names in `Parallel.activations`; None if there are
+        no such lines.
     """
 
     computed_flop: float

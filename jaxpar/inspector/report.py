@@ -142,7 +142,7 @@ def build_report(subject: Subject, chip: Chip | None = None) -> Report:
         notes.append(_describe_host_arrays(compiled.host, subject.microbatches, chip))
     timed_chip = chip if chip and (chip.network or len(nodes) == 1) else None
     if chip and not timed_chip:
-        notes.append(f"what joins machines with {chip.name} is not in jaxpar's table of chips: no time")
+        notes.append(f"no time: the network between machines with {chip.name} is not in jaxpar's table of chips")
     return Report(
         title=subject.title,
         devices=f"{len(devices)} x {chip.name if chip else devices[0].device_kind}",

@@ -45,8 +45,8 @@ class SpecsComparison:
       axes: The axes.
       predicted: Predicted bytes sent with the specs that were found.
       compiled: Bytes sent by the compiled program with these specs.
-      without: Bytes sent by the compiled program without them.
-      memory: Bytes of a device in the compiled programs with and without them.
+      without: Bytes sent by the compiled program without these specs.
+      memory: Bytes of a device in the compiled programs with and without these specs.
     """
 
     axes: tuple[str, ...]

@@ -163,8 +163,8 @@ def model_state_specs(layout: Layout, state: Tree) -> Tree:
             raise refuse(
                 f"{layout.blueprint.name} has the array {path}, which Flax does not show on shapes alone",
                 rule="a model keeps arrays in variables, or in attributes that Flax knows to be data",
-                fix="nnx.Variable around it, or nnx.data(...); of a layer of Flax's own a newer Flax: "
-                "nnx.WeightNorm with scales needs more than 0.12.8, and use_scale=False does not",
+                fix="nnx.Variable around it, or nnx.data(...). If the layer is one of Flax, a newer Flax may do this: "
+                "nnx.WeightNorm needs a Flax above 0.12.8, or use_scale=False",
             )
         return layout.other_state[path].stored
 

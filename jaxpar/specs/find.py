@@ -122,8 +122,8 @@ class FoundSpecs:
             lines.append(f"  {self.note}")
         if self._repeated:
             lines.append(f"  {self._repeated}")
-        lines += [f"  yours wins, unlike the prediction: {own}" for own in self.differing]
-        lines += [f"  found wins, in place of the model's own names: {names}" for names in self.replaced]
+        lines += [f"  your names are used, which the prediction does not assume: {own}" for own in self.differing]
+        lines += [f"  the names that were found replace those of the model: {names}" for names in self.replaced]
         if solution.cost > 1.0001 * solution.best:
             lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
         for number, axis in enumerate(self.axes):
@@ -278,7 +278,7 @@ def choose_dims(
 
 
 def _check_named(program: TracedProgram, name: str, parallel: Parallel) -> None:
-    """Checks that a model which calls `jp.attention` names the dim that `context` splits, and leaves `tensor` to find.
+    """Checks a model that calls `jp.attention`: it must name the dim that `context` splits, and tensor must be above 1.
 
     `jp.attention` exchanges the keys of tokens that `context` splits by their name. If `context` split heads or
     features instead, as a solver may choose, each device would compute the attention of all tokens.
@@ -291,9 +291,9 @@ def _check_named(program: TracedProgram, name: str, parallel: Parallel) -> None:
     sizes = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1)
     constrain = 'jp.constrain(x, "batch", "seq", "embed") on the stream'
     raise refuse(
-        f"specs to be found for context={parallel.context} in {name}, which calls jp.attention",
-        rule="jp.attention exchanges the keys of tokens, which context splits along the dim that the model calls seq; "
-        "specs are found for tensor alone there",
+        f"finding specs for context={parallel.context} in {name}, which calls jp.attention",
+        rule="jp.attention exchanges the keys of tokens: context splits the dim that the model names seq, and specs "
+        "are found only for tensor",
         fix=f"jp.Parallel({sizes}) without specs"
         if program.name_of_piece
         else f"{constrain}; or specs for tensor alone",
@@ -369,7 +369,7 @@ def _check_axes(parallel: Parallel) -> None:
                 f'paths; or jp.Parallel({AXIS}={size}, specs="found"), which splits experts where that costs least'
             )
         raise refuse(
-            f"specs to be found for {shown}",
+            f"finding specs for {shown}",
             rule=f"specs are found for {' and '.join(AXES)}, of size 2 or more, beside data and fsdp",
             fix=fix,
         )

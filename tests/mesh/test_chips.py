@@ -89,7 +89,7 @@ def test_no_time_is_given_over_machines_whose_network_is_their_own(monkeypatch):
 
     apart, together = inspected("h100:2x1"), inspected("h100:1x2")
     assert (apart.timeline, apart.chip) == (None, chip)
-    assert any("what joins machines with NVIDIA H100 SXM is not in" in note for note in apart.notes)
+    assert any("the network between machines with NVIDIA H100 SXM is not in" in note for note in apart.notes)
     assert together.timeline is not None
 
 

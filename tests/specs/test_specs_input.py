@@ -122,7 +122,7 @@ REFUSED = {
     "a size to be inferred": (lambda: find(jp.Parallel(tensor=4, data=-1)), "data=-1", "data=2"),
     "an axis of experts": (
         lambda: find(jp.Parallel(expert=4)),
-        "specs to be found for expert=4",
+        "finding specs for expert=4",
         "jp.Parallel(expert=4) without specs, whose experts are read from the model's use or named by paths; or "
         'jp.Parallel(tensor=4, specs="found"), which splits experts',
     ),
@@ -389,7 +389,7 @@ class Annotated(nnx.Module):
 def test_names_of_the_model_that_found_ones_replace_are_said():
     found = jp.find_specs(Annotated, squares, BATCH, TENSOR)
     assert found.replaced == ("up/kernel: model, - (found: -, mlp)",)
-    assert "found wins, in place of the model's own names: up/kernel" in found.explain()
+    assert "the names that were found replace those of the model: up/kernel" in found.explain()
     assert "in place of the model's own names: up/kernel" in found.sentence
 
 

@@ -307,5 +307,5 @@ def _flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _mismatches(flat: Mapping[str, Any], table: list[ParamMapping]) -> list[Problem]:
     problems = shape_differences(flat, {rule.path: rule.shape for rule in table}, owner="this decoder")
-    rule, fix = "they are those of a decoder of these settings", "its own settings"
+    rule, fix = "the parameters must fit the decoder's settings", "the settings of the model that has these parameters"
     return [Problem(f"parameters {kind}: {shorten(names)}", rule, fix) for kind, names in problems.items()]

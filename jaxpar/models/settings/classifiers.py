@@ -45,7 +45,7 @@ class VGGConfig:
       blocks: 3x3 convolutions in each stage; every stage ends by halving the image.
       width: Channels of the first stage; each stage doubles them, up to eight times as many.
       hidden: Width of the two hidden dense layers.
-      dropout: Dropout rate after each of them, in training only.
+      dropout: Dropout rate after each hidden dense layer, in training only.
     """
 
     size: int = 224

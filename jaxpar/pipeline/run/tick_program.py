@@ -9,8 +9,8 @@ that reads them. `residuals` holds the residuals of a forward for its backward, 
 colouring assigns the slots, so a pool has exactly as many slots as values that are alive at once.
 
 A stage that is idle in a tick computes and writes too, because all stages run the same code. It writes into a slot that
-is free then, which costs a write. Where a stage has none, as after the forwards of `gpipe`, every write of that pool
-selects between the new and the old value, which XLA compiles to three reads and two writes.
+is free then, which costs a write. If a stage has no free slot in some tick, as after the forwards of `gpipe`, every
+write of that pool selects between the new and the old value, which XLA compiles to three reads and two writes.
 """
 
 from collections.abc import Iterable, Sequence

@@ -103,7 +103,7 @@ def fit_link(timings: Sequence[Timing], *, launch: float | None = None) -> LinkF
     if not solution[0] > 0:
         raise refuse(
             f"times that do not grow from {sizes[0]} to {sizes[-1]} bytes",
-            rule="more bytes take longer: the bandwidth is fitted to how much longer",
+            rule="the bandwidth is fitted to the growth of the times with the bytes",
             fix="larger sizes, on a machine that does nothing else",
         )
     return LinkFit(
