@@ -217,7 +217,8 @@ def _inferred_axes(
         wanted = tuple(axis for axis in resolve_axes(name, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
         ways = math.prod(sizes[axis] for axis in wanted)
         if limit % ways:
-            count = f"{name}={limit}" if limit == leaf.shape[dim] else f"{limit} {name}"
+            parts = f"{limit} groups of {name}" if name == "channels" else f"{limit} {name}"
+            count = f"{name}={limit}" if limit == leaf.shape[dim] else parts
             why = f"{why}; {count} not divisible by {'x'.join(wanted)}={ways}"
             padded = dim if name == "vocab" and wanted == ("tensor",) else padded
             wanted = ()

@@ -200,6 +200,28 @@ def test_an_nnx_model_with_an_example_of_its_inputs_is_read_from_use():
     assert "heads are contracted here and made by project/kernel" in layout.explain()
 
 
+class PixelClassifier(nnx.Module):
+    """Convolutions with a GroupNorm of 4 groups, and logits of 5 classes for each pixel."""
+
+    def __init__(self, rngs):
+        self.stem = nnx.List([nnx.Conv(3, 64, (3, 3), rngs=rngs)])
+        self.norm = nnx.GroupNorm(64, 4, rngs=rngs)
+        self.conv = nnx.Conv(64, 64, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(64, 64, (3, 3), rngs=rngs)
+        self.head = nnx.Conv(64, 5, (1, 1), rngs=rngs)
+
+    def __call__(self, x):
+        x = self.conv(nnx.relu(self.norm(self.stem[0](x))))
+        return self.head(nnx.relu(self.second(nnx.relu(x))))
+
+
+def test_explain_names_lists_groups_and_what_no_parameter_contracts():
+    _, layout = placed(jp.from_nnx(PixelClassifier, jnp.zeros((1, 8, 8, 3))), tensor=8)
+    text = layout.explain()
+    assert "channels are made here and contracted by no parameter; channels=5 not divisible by tensor=8" in text
+    assert "channels are made by stem/0/kernel; 4 groups of channels not divisible by tensor=8" in text
+
+
 def lowered(model, batch):
     layout = jp.compose(model, jp.Parallel(data=2, tensor=4))
     step = jp.train_step(layout, models.token_loss, optax.sgd(0.1))

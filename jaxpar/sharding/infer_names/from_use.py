@@ -220,9 +220,9 @@ def _is_expert_dim(path: str, dims: Sequence[Dim], index: int) -> bool:
 def _explain(path: str, piece: DimPiece, name: str) -> str:
     made, taken = piece.facts.produced_by, piece.facts.contracted_by
     if path in made:
-        return f"{name} are made here and contracted by {_short(taken)}"
+        return f"{name} are made here and contracted by {_short(taken) or 'no parameter'}"
     if path in taken:
-        return f"{name} are contracted here and made by {_short(made)}"
+        return f"{name} are contracted here and made by {_short(made) or 'no parameter'}"
     return f"{name} are made by {_short(made)}"
 
 
@@ -231,5 +231,10 @@ def _plain(rows: Iterable[tuple[str | None, int]]) -> list[str]:
 
 
 def _short(paths: Iterable[str]) -> str:
-    ends = sorted({"/".join(path.split("/")[-2:]) for path in paths})
+    ends = sorted({_end(path.split("/")) for path in paths})
     return ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
+
+
+def _end(parts: list[str]) -> str:
+    """Returns the last two parts of a path, and the name of a list before its index: grow/0/kernel."""
+    return "/".join(parts[-3:] if len(parts) > 2 and parts[-2].isdigit() else parts[-2:])
