@@ -132,6 +132,16 @@ def test_a_job_reads_the_dims_of_an_nnx_model_from_what_its_loss_does_with_it():
     assert layout.describe("out/kernel") == "f32[mlp/tensor, embed]"
 
 
+def test_a_job_reads_the_dims_of_a_model_that_it_names_from_use_too():
+    text = (
+        "[data]\nsource = 'photographs'\n[train]\nloss = 'classify'\n[model]\nname = 'unet'\nclasses = 3\nlevels = 2\n"
+    )
+    job = loads(text + "[mesh]\nsimulate = 8\n[parallel]\ntensor = 8\n")
+    layout = jp.compose(resolve_model(job, resolve_loss(job)), job.parallel)
+    assert layout.describe("down/1/conv1/kernel") == "f32[3, 3, embed, channels/tensor]"
+    assert layout.describe("down/1/conv2/kernel") == "f32[3, 3, channels/tensor, embed]"
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

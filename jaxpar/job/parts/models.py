@@ -122,7 +122,7 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
 def _build_model(job: Job, loss: Callable) -> Blueprint | Callable:
     name, settings = model_table(job)
     if name in MODELS:
-        return _builtin_model(job)
+        return _nnx(job, _builtin_model(job), loss)
     from flax import linen as nn
 
     target: Any = import_object(name, "model.name", allowed=job.allow_import)
