@@ -19,7 +19,6 @@ from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.head_protocol import Head, has_head, read_head, vocab_size
 from jaxpar.step.head.token_sharding import (
     TokenSharding,
-    label_mask,
     num_vocab_shards,
     sharded_logsumexp,
     token_sharding,
@@ -174,7 +173,7 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
         # bit for bit the exponentials of the forward pass, but written differently: otherwise XLA would compute them
         # only once, and keep them in float32 in addition to the logits
         powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
-        at_label = jnp.sum(jnp.where(label_mask(labels, logits), slopes, 0.0), axis=-1)
+        at_label = jnp.sum(jnp.where(jax.nn.one_hot(labels, logits.shape[-1], dtype=bool), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
     return losses, jnp.where(_is_in_vocab(labels, logits), logits_tangent(logits, highest, total, slopes), 0.0)
@@ -193,7 +192,9 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
         return losses, total[..., None], jnp.ones_like(total)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(wide - highest), axis=-1)
-    at_label = jnp.sum(jnp.where(label_mask(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    at_label = jnp.sum(
+        jnp.where(jax.nn.one_hot(labels, logits.shape[-1], dtype=bool), wide, 0.0), axis=-1, keepdims=True
+    )
     losses = jnp.log(total) - jnp.squeeze(at_label - highest, axis=-1)
     return jnp.where(_is_in_vocab(labels, logits), losses, jnp.nan), highest, total
 

@@ -311,7 +311,9 @@ def batch_errors(job: Job, name: str, batch: Mapping[str, jax.ShapeDtypeStruct])
     if inputs.keys() - batch.keys():
         rule = f"the loss {job.train.loss} is computed from arrays named {' and '.join(inputs)}"
         arrays = ", ".join(f"{key}={value}" for key, value in inputs.items())
-        way = f"np.savez(path, {arrays})" if job.data.source == "arrays" else f"a data.source that yields dict({arrays})"
+        way = (
+            f"np.savez(path, {arrays})" if job.data.source == "arrays" else f"a data.source that yields dict({arrays})"
+        )
         fix = f"{way}; or a train.loss of your own, of the names that these data have"
     return user_code_errors(f"{name} with loss {job.train.loss} on {shapes}", rule=rule, fix=fix)
 
