@@ -173,10 +173,15 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
         # bit for bit the exponentials of the forward pass, but written differently: otherwise XLA would compute them
         # only once, and keep them in float32 in addition to the logits
         powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
-        at_label = jnp.sum(jnp.where(jax.nn.one_hot(labels, logits.shape[-1], dtype=bool), slopes, 0.0), axis=-1)
+        at_label = jnp.sum(jnp.where(_label_mask(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
     return losses, jnp.where(_is_in_vocab(labels, logits), logits_tangent(logits, highest, total, slopes), 0.0)
+
+
+def _label_mask(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns a one-hot bool mask. Not `jax.nn.one_hot`, which would be a function of its own in the program."""
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
 def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -192,9 +197,7 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
         return losses, total[..., None], jnp.ones_like(total)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(wide - highest), axis=-1)
-    at_label = jnp.sum(
-        jnp.where(jax.nn.one_hot(labels, logits.shape[-1], dtype=bool), wide, 0.0), axis=-1, keepdims=True
-    )
+    at_label = jnp.sum(jnp.where(_label_mask(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.log(total) - jnp.squeeze(at_label - highest, axis=-1)
     return jnp.where(_is_in_vocab(labels, logits), losses, jnp.nan), highest, total
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxpar.models.custom_gradients import mask_padding
 from jaxpar.models.dim_names import constrain
-from jaxpar.step.head.token_sharding import TokenSharding, num_vocab_shards, sharded_logsumexp
+from jaxpar.step.head.token_sharding import TokenSharding, label_mask, num_vocab_shards, sharded_logsumexp
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _forward(chunking: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.A
         logits = _logits(chunking, x, head)
         losses, powers, total = _losses(chunking, logits, labels)
         is_counted = (weights != 0) & _is_in_vocab(chunking, labels)
-        slope = jnp.where(jax.nn.one_hot(labels, logits.shape[-1], dtype=bool), powers / total - 1, powers / total)
+        slope = jnp.where(label_mask(labels, logits), powers / total - 1, powers / total)
         slope = jnp.where(is_counted[..., None], slope * weights[..., None], 0.0).astype(x.dtype)
         # computed once, in place of the logits: otherwise XLA recomputes it for each of the two matmuls that read it
         slope = sharding.shard_vocab(jax.lax.optimization_barrier(slope))
@@ -173,9 +173,7 @@ def _losses(chunking: Chunks, logits: jax.Array, labels: jax.Array) -> tuple[jax
     highest = jnp.max(wide, axis=-1, keepdims=True)
     powers = jnp.exp(wide - highest)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    at_label = jnp.sum(
-        jnp.where(jax.nn.one_hot(labels, logits.shape[-1], dtype=bool), wide, 0.0), axis=-1, keepdims=True
-    )
+    at_label = jnp.sum(jnp.where(label_mask(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.squeeze(jnp.log(total) - (at_label - highest), axis=-1)
     return jnp.where(_is_in_vocab(chunking, labels), losses, jnp.nan), powers, total
 

@@ -154,3 +154,8 @@ def _label_entry(cut: jax.Array, number: jax.Array) -> jax.Array:
     # looked up, not summed out: on CPU XLA would materialize all summands
     values = jnp.take_along_axis(cut, number[..., None], axis=-1, mode="clip")[..., 0]
     return jnp.where((number >= 0) & (number < cut.shape[-1]), values, 0.0)
+
+
+def label_mask(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns a one-hot bool mask of the labels. Shape of `logits`."""
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
