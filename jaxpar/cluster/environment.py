@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError, Problem, refuse
 PORT = 8476  # default port of the coordinator, as in JAX on Kubernetes
 OWN = {"coordinator": "JAXPAR_COORDINATOR", "processes": "JAXPAR_PROCESSES", "process": "JAXPAR_PROCESS"}
 MEANS = {
-    "coordinator": "JAXPAR_COORDINATOR is HOST:PORT at which every process reaches process 0",
+    "coordinator": "the coordinator is HOST:PORT of process 0, as every process reaches it",
     "processes": "JAXPAR_PROCESSES is the number of processes that train together",
     "process": "JAXPAR_PROCESS is the index of this process, from 0",
 }

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.state_specs import owner_path
-from jaxpar.sharding.names import Tree, format_path, shard_bytes
+from jaxpar.sharding.names import LARGE, Tree, format_path, is_float, shard_bytes
 from jaxpar.units import show_bytes
 
 
@@ -32,7 +31,7 @@ def unsharded_problem(
       spec: How the other axes split it.
       layout: Has the limit, `replicate_above`.
       axes: The axes that should shard it and do not.
-      rule: The rule, before the limit in bytes.
+      rule: The start of the rule; the limit is appended.
       ways_out: What the user can do besides changing a dim or the limit.
     """
     size, limit = shard_bytes(array, spec, layout.sizes), layout.parallel.replicate_above
@@ -61,7 +60,7 @@ def model_problems(layout: Layout) -> list[Problem]:
 def check_optimizer_arrays(layout: Layout, arrays: Tree, specs: Tree, kind: str) -> None:
     """Checks the arrays of an optimizer's or an exchange's state.
 
-    An array with the shape of its parameter is placed with it, and was checked with it.
+    Scalars are whole by intent, and so are small arrays of other dtypes than floating point: see `state_spec`.
 
     Args:
       layout: The layout of the model.
@@ -80,11 +79,11 @@ def check_optimizer_arrays(layout: Layout, arrays: Tree, specs: Tree, kind: str)
 
 
 def _array_problems(layout: Layout, keys: Any, leaf: Any, spec: PartitionSpec, kind: str) -> Iterable[Problem]:
-    axes, owner = _zero_axes_without(layout, spec), owner_path(layout, keys)
+    axes = _zero_axes_without(layout, spec)
     is_split = len(axes) < len(_zero_axes_without(layout, PartitionSpec()))
-    if not axes or is_split or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not axes or is_split or not leaf.shape or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         return ()
-    if owner and leaf.shape[-len(shape := layout.placements[owner].leaf.shape) :] == shape:
+    if leaf.size * leaf.dtype.itemsize < LARGE and not is_float(leaf):
         return ()
     problem = _zero_problem(leaf, format_path(keys), f"array of {kind}", spec, layout, axes)
     return (problem,) if problem else ()
@@ -101,4 +100,4 @@ def _zero_problem(
     array: Any, path: str, kind: str, spec: PartitionSpec, layout: Layout, axes: Sequence[str]
 ) -> Problem | None:
     rule = f"zero={layout.parallel.stage} shards every {kind}"
-    return unsharded_problem(array, path, spec, layout, axes, rule, "another fsdp")
+    return unsharded_problem(array, path, spec, layout, axes, rule, f"another {axes[0]}")

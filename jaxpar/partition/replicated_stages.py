@@ -117,7 +117,7 @@ def price_stages(
                 replicas=replicas,
                 computes=computes / replicas,
                 all_reduces=tuple(
-                    agree / prod(m for m, _ in shares[level:]) for level, (_, agree) in enumerate(shares)
+                    seconds / prod(m for m, _ in shares[level:]) for level, (_, seconds) in enumerate(shares)
                 ),
                 sends=send_seconds,
                 seconds=_per_minibatch(computes, shares, objective),

@@ -46,13 +46,13 @@ def _memory(shape: TracedShape, candidate: Candidate, software: SoftwareModel, r
     gathered = shape.itemsize * (np.where(for_step & accumulates, unsharded_parameters, 0.0) + cast)
     kept = np.where(for_step, np.where(accumulates, "", "step"), np.where(zero3, "pass", ""))
     summed = gradient_bytes(gradients, candidate, software, recipe, stacked=shape.stacked)
-    # of the gradients as they are computed, whose dtype the update casts; one collective reduces those of a microbatch
-    # of all arrays that are no stacks
+    # the share of the gradients, in the dtype in which they are computed: the update casts them. With microbatches, one
+    # collective reduces a microbatch's gradients of all arrays that are no stacks
     share = summed / np.maximum(recipe.gradients * unsharded_parameters, 1.0)
     unreduced = np.greater(candidate.replicas, 1) * (1 - shape.stacked)
     peak = _peak(
         shape.trace, candidate, copies=np.equal(gathered, 0), gathered=kept,
-        gradients=np.where(accumulates, unreduced, share),
+        gradients=np.where(accumulates, unreduced, share), updated=parameters + moments,
     )  # fmt: skip
     return (
         Memory(
@@ -76,7 +76,7 @@ def _split_batch(trace: ModelTrace, candidate: Candidate) -> Any:
 
 
 def _peak(
-    trace: ModelTrace, candidate: Candidate, *, copies: object, gathered: object, gradients: object
+    trace: ModelTrace, candidate: Candidate, *, copies: object, gathered: object, gradients: object, updated: object
 ) -> dict[str, Any]:
     """Returns the live bytes at the fullest moment of the loss and its gradients, by class.
 
@@ -86,15 +86,28 @@ def _peak(
       copies: Whether the program itself copies parameters (e.g. by a cast), rather than gathering them.
       gathered: How long a gathered array of parameters is kept, as in `Estimate.peak`.
       gradients: The share of the gradients that a device has.
+      updated: Bytes that the update writes.
     """
 
     def fullest(
-        rows: int, remat: str, context: int, tensor: int, copied: bool, gathered: str, share: float, combined: int
+        rows: int,
+        remat: str,
+        context: int,
+        tensor: int,
+        copied: bool,
+        kept: str,
+        share: float,
+        updated: float,
+        combined: int,
     ) -> dict[str, float]:
         program = trace.program(remat, context, tensor)
-        return program.peak(rows, weights=float(copied), gradients=share, gathered=gathered, combined=combined)
+        return program.peak(
+            rows, weights=float(copied), gradients=share, gathered=kept, combined=combined, updated=updated
+        )
 
     # gradients of replicas are scattered over fsdp, or all-reduced
     combined = np.where(np.greater(candidate.fsdp, 1), SCATTERED, np.where(candidate.replicas > 1, REDUCED, 0))
     split = candidate.context, candidate.tensor
-    return per_row(fullest, candidate.microbatch, candidate.remat, *split, copies, gathered, gradients, combined)
+    return per_row(
+        fullest, candidate.microbatch, candidate.remat, *split, copies, gathered, gradients, updated, combined
+    )

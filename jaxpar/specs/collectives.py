@@ -27,7 +27,8 @@ class StepCosts:
       link: Bytes per second over the axis, or over each of two.
       launch: Seconds of a collective before its first byte.
       memory: Bytes per second of device memory.
-      parameter: Seconds per element of a parameter for its update, and for its gathers and sums over other axes.
+      parameter: Seconds per element of a parameter for its update without ZeRO, and for the sum of its gradient over
+        other axes.
       state: Bytes of an element of a parameter together with its gradient and optimizer state.
       replicas: Number of parts into which other axes split the examples.
     """

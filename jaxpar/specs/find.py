@@ -118,6 +118,8 @@ class FoundSpecs:
             f"other choice costs less than {solution.bound * 1e3:.4g} ms (gap {solution.gap:.2%}); "
             f"{show_bytes(int(solution.memory))} of state and kept activations; {self.seconds:.1f} s"
         )
+        if self.parallel.stage:
+            lines.append("  each parameter costs its update as without ZeRO, so that every stage has the same names")
         if self.note:
             lines.append(f"  {self.note}")
         if self._repeated:
@@ -397,8 +399,8 @@ def step_costs(hardware: Hardware, parallel: Parallel, precision: str) -> StepCo
     links = [hardware.inside if span <= hardware.per_node else hardware.between for span in spans]
     flops = chip.bf16_flops if precision == "bf16" else chip.f32_flops
     bandwidth = chip.bandwidth * hardware.streaming
-    # of an element of a parameter: its update, and its gradient's sum over the axes that split examples; not divided by
-    # ZeRO, so that the dims are the same in every stage, and those that a plan has priced
+    # of an element of a parameter: its update, and its gradient's sum over the axes that split examples. ZeRO does not
+    # divide it, so that without a memory limit the dims are the same in every stage, and the same as in a plan
     far = hardware.inside if math.prod(sizes) * parallel.fsdp * parallel.data <= hardware.per_node else hardware.between
     replicas = parallel.data * parallel.fsdp
     seconds, sent = UPDATE / bandwidth, 2 * itemsize * (replicas - 1) / replicas

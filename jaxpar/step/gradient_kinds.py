@@ -23,8 +23,8 @@ def make_gradients(
       layout: The sharding of all arrays.
       loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
-        frozen: Paths of parameters whose gradients the optimizer does not read.
-        seed: Seed of the random key, for a loss that takes one.
+      frozen: Paths of parameters whose gradients the optimizer does not read.
+      seed: Seed of the random key, for a loss that takes one.
 
     Raises:
       JaxparError: If the layout does not support these settings.

@@ -108,7 +108,7 @@ def state_from_params(
       layout: Where arrays go.
       optimizer: Any optax chain.
       params: Parameters of one model.
-        model_state: Model state of one model.
+      model_state: Model state of one model.
     """
     exchange = layout.parallel.exchange
     count = exchange.count(layout.sizes["data"])

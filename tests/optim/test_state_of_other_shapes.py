@@ -187,3 +187,29 @@ def test_a_large_array_that_no_axis_divides_is_refused_or_allowed():
     state = jp.init_state(allowed, statistics)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.optimizer))
     jp.init_state(jp.compose(Net, jp.Parallel(data=4), jax.devices()[:4]), statistics)  # nothing shards the state here
+
+
+def refusals(optimizer, **sizes):
+    try:
+        jp.train_step(jp.compose(Net, jp.Parallel(fsdp=8, zero=1, **sizes)), squares, optimizer)
+    except jp.JaxparError as error:
+        return [problem.got.split()[0] for problem in error.problems]
+    return []
+
+
+def holding(leaf_of):
+    return optax.GradientTransformation(lambda params: jax.tree.map(leaf_of, params), optax.sgd(0.1).update)
+
+
+def test_scalars_and_small_codes_are_whole_by_intent():
+    assert not refusals(optax.adam(1e-3), replicate_above=0)
+    assert not refusals(holding(lambda x: jnp.zeros((32, 32), jnp.int8)), replicate_above=100)
+
+
+def test_an_array_is_measured_by_its_own_bytes_also_where_it_has_the_shape_of_its_parameter():
+    odd = holding(lambda x: jnp.zeros((3, 1001, 1001)) if x.shape == (DIM, WIDE) else jnp.zeros(x.shape))
+    assert refusals(odd) == ["up/kernel"]
+    history = optax.GradientTransformation(
+        lambda params: {"history": jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), params)}, optax.sgd(0.1).update
+    )
+    assert not refusals(history)  # 8 divides a dim

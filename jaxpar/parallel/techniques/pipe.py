@@ -103,7 +103,7 @@ def replication_problems(layout: Layout) -> list[Problem]:
     """
     if layout.sizes["pipe"] == 1:
         return []
-    rule = "where stages store no equal numbers of layers, pipe divides another dim of each parameter"
+    rule = "if stages have different numbers of layers, pipe divides another dim of each parameter"
     listed = {path for paths in layout.lists.values() for path in paths}
     places = {path: layout.placements[path] for path in (*layout.stacked_paths, *listed)}
     problems = (

@@ -46,7 +46,18 @@ LONGEST = 16384  # elements of a row in Triton's softmax: seen for 8,192, and no
 ROOTS = ("rsqrt", "sqrt", "div", "log", "exp", "pow", "cbrt")
 SPREAD = 8  # times as many elements
 # ops whose element i does not read element i of each operand alone
-MOVES = PARTS | {"broadcast_in_dim", "transpose", "concatenate", "pad", "rev", "dynamic_update_slice", "iota"}
+REORDERING_OPS = PARTS | {
+    "broadcast_in_dim",
+    "transpose",
+    "concatenate",
+    "pad",
+    "rev",
+    "dynamic_update_slice",
+    "iota",
+    "reduce_window_sum",
+    "reduce_window_max",
+    "reduce_window_min",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class FusedProgram:
     Attributes:
       kernels: The kernels.
       leaves: Array to its leaves.
-      same_order: Result of an elementwise kernel to the leaves that it may overwrite: element i is read for element i.
+      same_order: Maps the result of an elementwise kernel to the leaves of which its element i reads element i only.
     """
 
     kernels: list[TracedKernel]
@@ -133,7 +144,7 @@ class _Fusion:
 
     def _merged_order(self, op: TracedOp) -> frozenset[int]:
         """Returns the leaves of which each element of the op's result reads the same element alone."""
-        if op.kind != "elementwise" or op.name in MOVES:
+        if op.kind != "elementwise" or op.name in REORDERING_OPS:
             return frozenset()
         ordered = frozenset[int]().union(*(self.ordered[entry] for entry in op.inputs))
         return ordered.difference(*(self.leaves[entry].keys() - self.ordered[entry] for entry in op.inputs))

@@ -1,10 +1,9 @@
 """Kernels that XLA does not run where the program has them; what they read is kept until they run.
 
-gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
-                       takes when the last of these can run, or until devices that split the model wait for another
-                       collective
+gradient of replicas   XLA combines their collectives up to some bytes, and runs all matmuls of one collective together,
+                       when the last can run; a collective between devices that split the model ends a group
 activation's gradient  after a parameter's gradient of the same array, whose collective runs meanwhile
-zeros of a scatter     by XLA's list scheduler before the first kernel that adds more bytes than they have
+zeros of a scatter     XLA's list scheduler makes them before the first kernel whose result is at least as large
 attention's values     their gradient is the last of a backward loop: XLA keeps the attention weights until then
 """
 
@@ -17,7 +16,7 @@ from jaxpar.plan.model.program import SizedProgram, value
 
 # bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.xla` says, all-reduces as XLA does by itself
 SCATTERED, REDUCED = SMALL, 30 * 2**20
-LISTED = -1  # in place of these bytes: no replicas, and the order of XLA's list scheduler
+LISTED = -1  # in place of these bytes: no replicas, in the order of XLA's list scheduler
 
 
 def run_places(
@@ -29,7 +28,7 @@ def run_places(
     *,
     in_backward_loop: bool,
 ) -> dict[int, int]:
-    """Returns the place of each matmul that runs later than in the program, to the place where it runs.
+    """Returns the places where matmuls and transposes run; ops without one run where the program has them.
 
     Args:
       program: The program.
@@ -55,7 +54,12 @@ def fill_places(program: SizedProgram, fused: FusedProgram, rows: float) -> dict
     sizes = {
         kernel.place: sum(float(value(program.sizes[entry], rows)) for entry in kernel.op.outputs) for kernel in kernels
     }
-    fills = [kernel.place for kernel in kernels if fills_operand(kernel.op)]
+    # into zeros: a constant has no leaves
+    fills = [
+        kernel.place
+        for kernel in kernels
+        if fills_operand(kernel.op) and not fused.leaves.get(kernel.op.inputs[0], True)
+    ]
     return {fill: min(place for place, size in sizes.items() if size >= sizes[fill]) for fill in fills}
 
 

@@ -5,8 +5,8 @@ of parameters alone    such as weights in 16 bits: from the first kernel that re
 gradient               to the end of the program: the update follows; where it is scattered, whole while it is made
 kernel run later       what it reads is kept until then: `kernel_order.py`
 elementwise result     in the memory of an operand that is read last: `buffer_reuse.py`
-scan                   its stacked results, and the arrays of one turn
-scores of a stack      of one turn once more: matmuls of the backward pass copy them out of it, in their own layout
+scan                   its stacked results, and the arrays of one iteration
+scores of a stack      of one iteration once more: matmuls of the backward pass copy them out of it, in their own layout
 parameter, gathered    from its first kernel to its last one, of a pass or of both; of a stack, a layer in an iteration
 """
 
@@ -26,7 +26,6 @@ from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 CLASSES = ("activations", "weights", "gradients")
 UNREDUCED = "unreduced gradients"  # class of those that are made at a moment
 GATHERED = {"pass": "gathered for a pass", "step": "gathered for a step"}  # classes, by how long gathers are kept
-STATE = 3  # arrays that the update writes of each parameter, with its moments
 Live = dict[str, np.ndarray]
 
 
@@ -75,10 +74,9 @@ class Estimate:
     """The estimate of a compiled program, for any number of rows.
 
     Attributes:
-      live: Bytes up to which collectives of gradients are combined, 0 without replicas (`LISTED` in another order), to:
-        class (see `CLASSES`, `UNREDUCED` and `GATHERED`) to the live bytes at each moment. Shape [moments, degree].
-      updated: Bytes of the arrays that the update writes; 0 for a program with collectives. XLA compares the orders of
-        its schedulers, the list scheduler's first, as if these were not written in place.
+      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (see `CLASSES`,
+        `UNREDUCED` and `GATHERED`) to the live bytes at each moment. Shape [moments, degree]. `LISTED` has those in the
+        order of XLA's list scheduler, if the program has gradients and no collectives.
       traffic: Bytes that each kernel reads and writes. Shape [kernels, degree].
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
@@ -91,7 +89,6 @@ class Estimate:
     """
 
     live: dict[int, Live]
-    updated: float
     traffic: np.ndarray
     flop: np.ndarray
     bits: np.ndarray
@@ -102,7 +99,14 @@ class Estimate:
     batch: np.ndarray
 
     def peak(
-        self, rows: float, *, weights: float = 1.0, gradients: float = 1.0, gathered: str = "", combined: int = 0
+        self,
+        rows: float,
+        *,
+        weights: float = 1.0,
+        gradients: float = 1.0,
+        gathered: str = "",
+        combined: int = 0,
+        updated: float = 0.0,
     ) -> dict[str, float]:
         """Returns the live bytes by class at the fullest moment.
 
@@ -114,11 +118,12 @@ class Estimate:
             or a "step"; they are then the class of weights, and `weights` has no effect. "" if none is gathered.
           combined: Bytes up to which collectives of gradients are combined, `SCATTERED` or `REDUCED`; 0 without
             replicas.
+          updated: Bytes that the update writes: parameters and optimizer state. XLA keeps the list scheduler's order if
+            its peak is at most these: it counts the results of the update as new memory.
         """
-        if combined == 0 and self.updated:
-            listed = self.peak(rows, weights=weights, gradients=gradients, gathered=gathered, combined=LISTED)
-            if sum(listed.values()) <= self.updated:
-                return listed
+        if combined == 0 and LISTED in self.live:
+            listed = sum(value(self.live[LISTED][name], rows) for name in CLASSES)
+            combined = LISTED if float(np.max(listed)) <= updated else 0
         factors = {"activations": 1.0, "weights": weights, "gradients": gradients}
         live = self.live[combined]
         amounts = {name: factors[name] * value(live[name], rows) for name in CLASSES}
@@ -164,13 +169,11 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
         combined: {name: np.array(curve) + batch * (name == "activations") for name, curve in curves.items()}
         for combined, curves in amounts.curves.items()
     }
-    traffic, flop, bits, runs, casts = zip(*amounts.kernels, strict=True)
-    updated = STATE * sum(float(value(program.sizes[entry], rows)) for entry in inputs)
+    traffic, flop, bits, runs, casts = zip(*amounts.kernels, strict=True) if amounts.kernels else ((),) * 5
     return Estimate(
         live=live,
-        updated=0.0 if any(op.waits for op in program.ops) else updated,
-        traffic=np.array(traffic),
-        flop=np.array(flop),
+        traffic=np.reshape(traffic, (-1, DEGREE + 1)),
+        flop=np.reshape(flop, (-1, DEGREE + 1)),
         bits=np.array(bits),
         runs=np.array(runs),
         casts=np.array(casts),
@@ -198,14 +201,15 @@ def _program_amounts(
     fused = fuse(program, rows, gradients=gradients)
     bodies, of_params = _bodies(fused, rows, {*params}, loop)
     amounts, copies = _Amounts(), _score_copies(program)
-    for combined in (0, LISTED, SCATTERED, REDUCED) if gradients else (0,):
+    listed = () if any(op.waits for op in program.ops) else (LISTED,)
+    for combined in (0, *listed, SCATTERED, REDUCED) if gradients else (0,):
         places = run_places(program, fused, gradients, rows, combined, in_backward_loop=loop == "backward")
         fills = fill_places(program, fused, rows) if combined == LISTED else {}
         lives = _lives(program, fused, gradients, of_params, places, fills)
         of_gradients = gradient_arrays(fused, gradients)
         classes = {entry: "weights" if entry in of_params else "activations" for entry in lives}
         classes |= dict.fromkeys(of_gradients & classes.keys(), "gradients")
-        live = [_Life(classes[entry], program.sizes[entry], *places) for entry, places in lives.items()]
+        live = [_Life(classes[entry], program.sizes[entry], *life) for entry, life in lives.items()]
         amounts.gathers, roots = _gathers(program, fused, shards, of_params, bodies, places)
         amounts.shards = [roots.get(entry) for entry in program.outputs]
         live += [
@@ -336,7 +340,8 @@ def _lives(
 ) -> dict[int, tuple[int, int]]:
     """Returns the live range (first, last op) of each written array.
 
-    `places` has the ops that run later than here, and `fills` those whose result exists earlier.
+    `places` maps ops that run later than in the program to where they run, and `fills` scatters to where their zeros
+    are made.
     """
     end, lives, reads = len(program.ops), {}, {}
     for kernel in fused.kernels:
