@@ -5,6 +5,7 @@ import json
 import os
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -186,6 +187,15 @@ def test_a_dict_of_arrays_is_a_row_for_every_example(held):
     else:
         assert sorted(numbers(source.batch(0, 13))) == list(range(13))
         assert source.examples == 13
+
+
+def test_arrays_of_bfloat16_are_data():
+    x = np.arange(26, dtype=ml_dtypes.bfloat16).reshape(13, 2)
+    source = opened({"x": x})
+    batch = source.batch(0, 13)["x"]
+    assert batch.dtype == ml_dtypes.bfloat16
+    assert sorted(batch[:, 0].astype(int).tolist()) == list(range(0, 26, 2))
+    assert source.fingerprint != opened({"x": x + 1}).fingerprint
 
 
 def test_a_source_with_rows_is_asked_for_those_of_the_process():

@@ -164,7 +164,7 @@ def fingerprint(dataset: object, name: str) -> str:
     digest = hashlib.sha256()
     for key, value in sorted(first.items()):
         digest.update(f"{key}{value.shape}{value.dtype}".encode())
-        digest.update(np.ascontiguousarray(value).data)
+        digest.update(value.tobytes())  # bfloat16 has no buffer of its own
     return f"{name} of {length} {digest.hexdigest()[:16]}"
 
 
