@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.errors import user_code_errors
+from jaxpar.errors import refuse, user_code_errors
 from jaxpar.optim import step_inputs
 from jaxpar.optim.step_inputs import explain_static_arguments
 from jaxpar.parallel.layout import Layout
@@ -98,6 +98,20 @@ class Gradients(Protocol):
     def evaluation_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Computes the evaluation metrics from the means over all examples."""
         return means
+
+
+def check_sync_round(gradients: Gradients, sync_round: int) -> None:
+    """Raises a `JaxparError` unless 0 or the number of one of the exchange's sync rounds is given."""
+    if not sync_round:
+        return
+    # the kinds of sync rounds repeat with the period, after a first period that may differ
+    kinds = sorted({gradients.sync_round(number) for number in range(1, 2 * gradients.sync_every + 2)} - {0})
+    if sync_round not in kinds:
+        known = f"this one has {', '.join(map(str, kinds))}" if kinds else "replicas of this step have none"
+        fix = f"sync_round={kinds[0]}" if kinds else 'leave sync_round out, or jp.Exchange("diloco", every=20)'
+        raise refuse(
+            f"sync_round={sync_round!r:.60}", rule=f"the number of a sync round of the exchange; {known}", fix=fix
+        )
 
 
 def apply_gradients(

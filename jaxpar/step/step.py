@@ -29,7 +29,7 @@ from jaxpar.step.compiler import Compiler, UnfinishedPrograms
 from jaxpar.step.evaluation_loss import check_measures, with_measures
 from jaxpar.step.frozen_parameters import check_eight_bits, check_reference, frozen_paths
 from jaxpar.step.gradient_kinds import make_gradients
-from jaxpar.step.gradients import Gradients
+from jaxpar.step.gradients import Gradients, check_sync_round
 from jaxpar.step.losses import Sums
 from jaxpar.step.memory_error import (
     READ_ONLY_PROGRAMS,
@@ -302,7 +302,11 @@ class Step:
           batch: Arrays or shapes.
           sync_round: The number of the sync round that ends the step, from 1; 0 for none, unless replicas sync in every
             step.
+
+        Raises:
+          JaxparError: If the exchange has no sync round of this number, or the step refuses the batch.
         """
+        check_sync_round(self.gradients, sync_round)
         batch = self.placement.shapes(batch)
         always = self.gradients.sync_round(1) if self.gradients.sync_every == 1 else 0
         return self.compiler.lower_update(self._updates(sync_round or always), state, batch, guard=self.guard)

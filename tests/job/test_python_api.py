@@ -261,6 +261,16 @@ WRONG = {
     "roles of a step": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, roles=("batch",)), "with roles"),
     "two batches": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, batch=BATCH), "with a second argument"),
     "a sync round as text": (lambda path: jp.inspect(step_of(fsdp=8), BATCH, sync_round="1"), "sync_round='1'"),
+    "a sync round of a step without": (
+        lambda path: jp.inspect(step_of(fsdp=8), BATCH, sync_round=1), "replicas of this step have none"
+    ),
+    "a sync round beyond the exchange's": (
+        lambda path: jp.inspect(step_of(data=8, exchange=jp.Exchange("diloco", every=3)), BATCH, sync_round=2),
+        "this one has 1\n",
+    ),
+    "a sync round to lower": (
+        lambda path: (step := step_of(fsdp=8)).lower(step.abstract(), BATCH, sync_round=3), "sync_round=3",
+    ),
     "top": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=0), "top is"),
 }  # fmt: skip
 
