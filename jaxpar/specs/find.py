@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 from jaxpar.hlo.flop_share import ALLOWED
 from jaxpar.mesh.chips import suggest_chip
 from jaxpar.optim.patterns import as_patterns
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.rule_problems import rule_problems
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.collectives import StepCosts
@@ -194,13 +195,16 @@ def find_specs(
 
     Raises:
       JaxparError: If the declaration has other axes; if it has `context` for a model that calls `jp.attention`, and no
-        `tensor` or no named dim of tokens; if the replicas do not divide the examples; if a pattern of `frozen` matches
-        no parameter; or if nothing fits in `memory`: the message then has the least bytes that any choice needs.
+        `tensor` or no named dim of tokens; if the replicas do not divide the examples; if a path rule or a pattern of
+        `frozen` matches no parameter, or a rule or a name is unknown; or if nothing fits in `memory`: the message then
+        has the least bytes that any choice needs.
     """
     start = time.perf_counter()
     check_arguments(batch, parallel, precision, memory, examples)
     frozen = as_patterns("frozen", frozen)
     blueprint, rows, search_parallel = as_blueprint(model), _rows(parallel, batch), parallel
+    if problems := rule_problems(parallel, blueprint):
+        raise JaxparError(*problems)
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
     if parallel.context > 1 and "attention" in traced.islands:

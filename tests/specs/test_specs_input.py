@@ -77,6 +77,11 @@ REFUSED = {
         "[..., 13]",
         "for the lines of today's source",
     ),
+    "a path rule that matches nothing": (
+        lambda: find(jp.Parallel(tensor=8, paths={"middle/kernel": (None, "mlp")})),
+        "path rule 'middle/kernel' matches no parameter of Net",
+        "kernel",
+    ),
     "an axis of one device": (lambda: find(jp.Parallel(data=8)), "for data=8", "tensor=4"),
     "no axis": (lambda: find(jp.Parallel()), "for no axis", "tensor=4"),
     "height": (lambda: find(jp.Parallel(tensor=4, height=2)), "height=2", "tensor=4"),
