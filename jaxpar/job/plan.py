@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from jaxpar.errors import refuse, suggest
+from jaxpar.errors import JaxparError, refuse, suggest
 from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.dump import dumps, toml_value
 from jaxpar.job.file.parse import loads
@@ -24,6 +24,7 @@ from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import check_counts
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, known_machines
 from jaxpar.plan.machine.hardware_file import load_hardware
+from jaxpar.plan.machine.option_texts import OptionText, flag_text
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.splits import AXES
@@ -34,7 +35,15 @@ from jaxpar.units import parse_bytes, parse_rate, show_bytes
 _WORDS = ("true", "false", "inf", "nan")  # words that TOML does not parse as text
 
 
-def question(job: Job, *, devices: int, chip: str, per_node: int | None, options: Mapping[str, str | None]) -> Question:
+def question(
+    job: Job,
+    *,
+    devices: int,
+    chip: str,
+    per_node: int | None,
+    options: Mapping[str, str | None],
+    option_text: OptionText = flag_text,
+) -> Question:
     """Returns the planner's question for a job.
 
     Args:
@@ -47,6 +56,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, options
         cuDNN's kernel, which a run uses in 16 bits on GPUs (not for gathered keys), unfused is XLA's code; default: as
         in a run. `price` of a GPU-hour, such as 2.5. `schedules`: candidates in place of those of `Choices`, such as
         zb_h1,1f1b_phased or all.
+      option_text: Formats options in errors: as flags of `jaxpar plan`, or as arguments of `jp.plan`.
 
     Raises:
       JaxparError: If the model cannot be planned, the chip's constants are unknown, or a number is out of range.
@@ -59,7 +69,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, options
         lambda: planner_model(job, devices), rows=job.train.global_batch, exchange=job.parallel.exchange,
         remat=job.train.remat,
         steps=0 if job.train.grow else job.train.steps,  # the steps of a growing batch differ in length
-        devices=devices, chip=chip, per_node=per_node, options=options,
+        devices=devices, chip=chip, per_node=per_node, options=options, option_text=option_text,
     )  # fmt: skip
     if isinstance(request.model, Transformer):
         plain_reason = _why_plain_blocks(job, request.model.shape, request.hardware.chip)
@@ -103,6 +113,7 @@ def model_question(
     chip: str,
     per_node: int | None,
     options: Mapping[str, str | None],
+    option_text: OptionText = flag_text,
 ) -> Question:
     """Returns the planner's question for a model.
 
@@ -112,26 +123,28 @@ def model_question(
       exchange: The exchange between replicas.
       remat: The job's remat; "offload" adds offloading to the choices.
       steps: Steps of the whole run; 0 if unknown.
-      devices: As in `question`; so are `chip`, `per_node` and `options`.
+      devices: As in `question`; so are `chip`, `per_node`, `options` and `option_text`.
 
     Raises:
       JaxparError: As `question` does.
     """
     check_counts(devices, rows)
-    _check_options(per_node, options)
+    _check_options(per_node, options, option_text)
     price, schedules = _price(options.get("price")), _schedules(options.get("schedules"))
-    rates = {key: parse_rate(text) for key in ("inside", "between") if (text := options.get(key)) is not None}
+    given = {key: text for key in ("inside", "between", "memory") if (text := options.get(key)) is not None}
+    rates = {key: _parse(parse_rate, key, text, option_text) for key, text in given.items() if key != "memory"}
     if slow_links := [key for key, rate in rates.items() if rate < 1]:
         key = slow_links[0]
-        raise refuse(f"--{key} {options[key]}", rule="a link moves at least a byte per second", fix=f"--{key} 3GB")
-    memory = options.get("memory")
-    if memory is not None and parse_bytes(memory) < 1:
+        got, fix = option_text(key, options[key]), option_text(key, "3GB")
+        raise refuse(got, rule="a link moves at least a byte per second", fix=fix)
+    memory = int(_parse(parse_bytes, "memory", given["memory"], option_text)) if "memory" in given else None
+    if memory is not None and memory < 1:
         raise refuse(
-            f"--memory {memory}",
+            option_text("memory", given["memory"]),
             rule="the memory that a program may use is at least one byte",
-            fix="--memory 70GiB, or without it for what a run gets",
+            fix=f"{option_text('memory', '70GiB')}, or without it for what a run gets",
         )
-    machine = _hardware(chip, devices, per_node, rates.get("between", 0.0))
+    machine = _hardware(chip, devices, per_node, rates.get("between", 0.0), option_text)
     pool = pool_of_environment(os.environ)
     links = {key: dataclasses.replace(getattr(machine, key), bandwidth=rate) for key, rate in rates.items()}
     unfused = options.get("attention") == "unfused"
@@ -142,21 +155,34 @@ def model_question(
         hardware=dataclasses.replace(machine, **links),
         choices=_choices(remat, schedules),
         software=dataclasses.replace(JAXPAR if unfused else JAXPAR_FUSED, exchange=exchange),
-        memory=pool.program_bytes(machine.chip.visible_memory) if memory is None else parse_bytes(memory),
+        memory=pool.program_bytes(machine.chip.visible_memory) if memory is None else memory,
         memory_source=f"of {show_bytes(machine.chip.visible_memory)}: {pool}" if memory is None else "as asked",
         steps=steps,
         price=price,
     )
 
 
-def _check_options(per_node: object, options: Mapping[str, object]) -> None:
+def _parse(parse: Callable[[str], float], name: str, text: str, option_text: OptionText) -> float:
+    """Parses an option; its error names the option."""
+    try:
+        return parse(text)
+    except JaxparError as error:
+        raise JaxparError(
+            *(
+                dataclasses.replace(problem, got=f"{option_text(name, text)}: {problem.got}")
+                for problem in error.problems
+            )
+        ) from error
+
+
+def _check_options(per_node: object, options: Mapping[str, object], option_text: OptionText) -> None:
     """Raises an error unless the devices of a node are a whole number, and the kernel of attention a known one."""
-    if per_node is not None and type(per_node) is not int:
-        rule = "the number of GPUs that NVLink joins is whole, or None for the chip's usual number"
-        raise refuse(f"per_node={per_node!r:.60}", rule=rule, fix="per_node=8")
+    if per_node is not None and (type(per_node) is not int or per_node < 1):
+        rule = "NVLink joins a whole number of GPUs, at least 1; without it, the chip's usual number"
+        raise refuse(option_text("per_node", per_node), rule=rule, fix=option_text("per_node", 8))
     if (attention := options.get("attention")) not in (None, "fused", "unfused"):
         fix = suggest(str(attention), ("fused", "unfused"))
-        raise refuse(f"attention={attention!r:.60}", rule="attention is fused or unfused", fix=fix)
+        raise refuse(option_text("attention", attention), rule="attention is fused or unfused", fix=fix)
 
 
 def _schedules(text: str | None) -> tuple[str, ...]:
@@ -188,24 +214,25 @@ def _choices(remat: str, schedules: tuple[str, ...]) -> Choices:
     return dataclasses.replace(choices, remats=(*choices.remats, "offload")) if remat == "offload" else choices
 
 
-def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:
+def _hardware(chip: str, devices: int, per_node: int | None, between: float, option_text: OptionText) -> Hardware:
     """Returns the hardware of a known chip or of a chip file."""
     if not isinstance(chip, str):
-        raise refuse(f"chip={chip!r:.60}", rule="a chip is named by a text", fix=suggest_chip("", HARDWARE))
+        raise refuse(option_text("chip", chip), rule="a chip is named by a text", fix=suggest_chip("", HARDWARE))
     if chip in HARDWARE:
-        return known_machines(HARDWARE[chip], devices, per_node, between)
+        return known_machines(HARDWARE[chip], devices, per_node, between, option_text=option_text)
     if chip.endswith(".toml"):
-        machine = load_hardware(chip, devices=devices, per_node=per_node or 0, between=between)
+        machine = load_hardware(chip, devices=devices, per_node=per_node or 0, between=between, option_text=option_text)
         return machine if per_node is None else dataclasses.replace(machine, per_node=per_node)
     if chip in {entry.key for entry in CHIPS}:
         file = f"{chip}.toml"
         raise refuse(
-            f"--chip {chip}, for which no measured bandwidths and matmul speeds are known",
+            f"{option_text('chip', chip)}, for which no measured bandwidths and matmul speeds are known",
             rule=f"chips with known constants are {', '.join(sorted(HARDWARE))}; others come with a file of their own",
-            fix=f"on one: jaxpar measure gemm --write {file}; jaxpar measure links --write {file}; then --chip {file}",
+            fix=f"on one: jaxpar measure gemm --write {file}; jaxpar measure links --write {file}; "
+            f"then {option_text('chip', file)}",
         )
     raise refuse(
-        f"--chip {chip}",
+        option_text("chip", chip),
         rule="a chip whose constants are known, or a .toml file of jaxpar measure links and gemm",
         fix=suggest_chip(chip, HARDWARE),
     )

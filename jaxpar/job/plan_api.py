@@ -12,6 +12,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.plan import apply_layout, command, model_question, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.option_texts import argument_text
 from jaxpar.plan.model.splits import AXES
 from jaxpar.plan.pages.html import DisplayedPlan
 from jaxpar.plan.search import search
@@ -47,7 +48,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
     rows = next(iter(batch.values())).shape[0]
     question = model_question(
         lambda: _trace_step(step, batch, rows, devices), rows=rows, exchange=step.layout.parallel.exchange,
-        remat=step.numerics.remat, steps=0, devices=devices, **asked,
+        remat=step.numerics.remat, steps=0, devices=devices, option_text=argument_text, **asked,
     )  # fmt: skip
     result = search(question, top=top)
     command = _command(result.best[0].candidate, step, question.model.named_axes)
@@ -197,7 +198,9 @@ def plan(
         loaded = job
     else:
         loaded = load(_job_file(Path(job)), [*overrides], allow_import=allow_import)
-    request = question(loaded, devices=devices, chip=chip, per_node=per_node, options=options)
+    request = question(
+        loaded, devices=devices, chip=chip, per_node=per_node, options=options, option_text=argument_text
+    )
     result = search(request, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
     best_job = apply_layout(

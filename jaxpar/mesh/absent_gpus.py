@@ -15,6 +15,7 @@ from jaxpar.mesh.devices import use_cpu_only
 from jaxpar.mesh.target import Target, description, missing_plugin, parse_target
 from jaxpar.mesh.xla import hush_plugin
 
+SIMULATED = "--target cpu, in Python jp.simulate(8), which need none"
 _DESCRIBED: dict[Any, str] = {}
 
 
@@ -44,7 +45,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
         raise refuse(
             f"target {target}: {why_not}",
             rule="compiling for absent GPUs needs XLA's GPU compiler",
-            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or --target cpu",
+            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or {SIMULATED}",
         )
     hush_plugin()
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
@@ -65,7 +66,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
         raise refuse(
             f"target {target}: {str(error).splitlines()[0]}",
             rule="jax-cuda13-pjrt has the same version as jaxlib",
-            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')}, or --target cpu",
+            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')}, or {SIMULATED}",
         ) from error
     _DESCRIBED.update(dict.fromkeys(topology_desc.devices, target_config))
     return tuple(topology_desc.devices)

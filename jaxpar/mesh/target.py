@@ -135,5 +135,5 @@ def _uncompiled(target: str, chip: Chip) -> JaxparError:
     return refuse(
         f"{target}: {chip.name} is a chip to plan for, without a description for XLA's compiler",
         rule=f"{FORM}; chips to compile for are {supported}",
-        fix="--target h100:1x8",
+        fix="h100:1x8",
     )

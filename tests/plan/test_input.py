@@ -44,6 +44,32 @@ def test_a_number_that_needs_a_unit_is_refused_without_one(words, fix, capsys):
     assert fix in error
 
 
+WRONG_OPTIONS = {"chip": "h1000", "per_node": 0, "inside": "300", "between": "0GB", "memory": "0GiB"}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_OPTIONS.items())
+def test_an_error_names_the_flag_in_a_shell_and_the_argument_in_python(name, value, capsys):
+    flag = f"--{name.replace('_', '-')}"
+    assert main([*PLAN, flag, str(value)]) == 1
+    error = capsys.readouterr().err
+    assert f"{flag} {value}" in error
+    assert f"{name}=" not in error
+    with pytest.raises(JaxparError) as caught:
+        jp.plan(JOB, devices=64, **{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
+def test_options_in_a_way_out_are_arguments_in_python():
+    with pytest.raises(JaxparError, match=r"between='12.5GB', of one GPU's share of the network; or per_node=8"):
+        jp.plan(JOB, devices=8, chip="l40s", per_node=4)
+    with pytest.raises(JaxparError, match=r"then chip='v5e.toml'"):
+        jp.plan(JOB, devices=8, chip="v5e")
+    with pytest.raises(JaxparError, match="to plan for") as caught:  # of jp.inspect on absent GPUs
+        jp.target_devices("mi300x:1x8")
+    assert "--" not in str(caught.value)
+
+
 @pytest.mark.parametrize("memory", ["0", "0GiB", "0.0 B", ""])
 def test_no_memory_is_refused_and_does_not_mean_the_default(memory, capsys):
     assert main([*PLAN, "--memory", memory]) == 1

@@ -342,7 +342,7 @@ def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):
     [
         (["--devices", "64", "--chip", "h1000"], "chip h1000"),
         (["--devices", "64", "--between", "0GB"], "--between 0GB"),
-        (["--devices", "64", "--per-node", "0"], "per_node"),
+        (["--devices", "64", "--per-node", "0"], "--per-node 0"),
         (["--devices", "64", "--top", "0"], "--top 0"),
         (["--devices", "64", "--schedules", "zb_h9"], "--schedules zb_h9"),
         (["--devices", "64", "--price", "-1"], "--price -1"),

@@ -21,6 +21,7 @@ import numpy as np
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.mesh.chips import CHIPS, Chip, Link
 from jaxpar.plan.machine.kernels import Gemm
+from jaxpar.plan.machine.option_texts import OptionText, flag_text
 
 # a collective over both levels takes the slower level's time and this share of the faster one's: all-gathers of
 # nccl-tests reach 324 GB/s on 4 x 8 H100s, the single levels 368 and 369
@@ -171,7 +172,9 @@ def _scaled_to(reference: Hardware, key: str, *, top: float = 0.0, why: str = ""
     )  # fmt: skip
 
 
-def known_machines(hardware: Hardware, devices: int, per_node: int | None, between: float) -> Hardware:
+def known_machines(
+    hardware: Hardware, devices: int, per_node: int | None, between: float, *, option_text: OptionText = flag_text
+) -> Hardware:
     """Returns the machines of a known chip for a plan.
 
     Args:
@@ -179,6 +182,7 @@ def known_machines(hardware: Hardware, devices: int, per_node: int | None, betwe
       devices: Devices of the plan.
       per_node: Chips of a machine; None means the hardware's.
       between: The user's bytes per second of one chip to other machines; 0 if not given.
+      option_text: Formats options in errors.
 
     Raises:
       JaxparError: If there are several machines, and neither the chip's sheet nor `between` states the network.
@@ -188,7 +192,8 @@ def known_machines(hardware: Hardware, devices: int, per_node: int | None, betwe
         raise refuse(
             f"{devices} x {hardware.chip.name} on machines of {size}",
             rule="a plan over several machines needs the bandwidth between them, which no sheet of this chip states",
-            fix=f"--between 12.5GB, of one GPU's share of the network; or --per-node {devices}",
+            fix=f"{option_text('between', '12.5GB')}, of one GPU's share of the network; or "
+            f"{option_text('per_node', devices)}",
         )
     return replace(hardware, per_node=size)
 

@@ -36,6 +36,7 @@ from jaxpar.mesh.chip_file import KEYS, load_chip, read_chip_tables
 from jaxpar.mesh.chips import Chip, Link
 from jaxpar.plan.machine.hardware import FAR, JITTER, STREAMING, Hardware
 from jaxpar.plan.machine.kernels import RANGES, Gemm
+from jaxpar.plan.machine.option_texts import OptionText, flag_text
 
 _LINK = {"latency": (0.0, 1.0, "3e-6"), "bandwidth": (1e6, 1e17, "80e9")}
 _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, str]]] = {  # lowest, highest, and an example
@@ -52,7 +53,9 @@ _SAYS = {
 }
 
 
-def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between: float = 0.0) -> Hardware:
+def load_hardware(
+    path: str | Path, *, devices: int, per_node: int = 0, between: float = 0.0, option_text: OptionText = flag_text
+) -> Hardware:
     """Loads the machines of a TOML file, for a plan on this many devices.
 
     Args:
@@ -61,6 +64,7 @@ def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between:
       per_node: Devices of one machine; 0 means the file's.
       between: Bytes per second to other machines; 0 means the file's. Without `links.between` in the file the latency
         is assumed to be that of the chips in `HARDWARE`.
+      option_text: Formats options in errors.
 
     Returns:
       The hardware. On a single machine without `links.between`, `between` equals `inside`, and nothing is sent over it.
@@ -85,7 +89,7 @@ def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between:
         raise refuse(
             f"no links.between in {path}, for {devices} devices on machines of {size}",
             rule="a plan over several machines needs the link between them",
-            fix=f"jaxpar measure links --write {path} on two machines, or --between 12GB",
+            fix=f"jaxpar measure links --write {path} on two machines, or {option_text('between', '12GB')}",
         )
     return Hardware(
         chip=chip, per_node=size, inside=inside, between=far_link or inside, gemm=Gemm(**gemm), streaming=STREAMING,
