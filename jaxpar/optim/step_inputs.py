@@ -29,7 +29,7 @@ INJECT = InjectStatefulHyperparamsState.__module__
 PLATEAU = "reduce_on_plateau"  # a transformation in form, but acts as a schedule that follows the loss
 NOT_TAKEN = "unexpected keyword argument 'value'"
 NEEDED = "keyword-only argument: 'value'"
-MISSING = re.compile(r"grad_fn must be provided|missing \d+ required keyword-only argument")
+MISSING = re.compile(r"(grad|obj)_fn must be provided|missing \d+ required keyword-only argument")
 
 
 def settings(state: optax.OptState, names: Iterable[str]) -> dict[str, jax.Array]:
@@ -128,6 +128,21 @@ def update(
     return optimizer.update(gradients, state, params)
 
 
+def check_parameter_tree(state: optax.OptState) -> None:
+    """Refuses a chain whose state says that it updates a pair of parameter trees in place of the model's tree.
+
+    Raises:
+      JaxparError: If the chain has `optax.lookahead`.
+    """
+    is_pair = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
+    if any(map(is_pair, jax.tree.leaves(state, is_leaf=is_pair))):
+        raise refuse(
+            "optax.lookahead, which updates optax.LookaheadParams: a fast and a slow tree of parameters",
+            rule="an optimizer updates the tree of the model's parameters",
+            fix="optax.contrib.schedule_free_adamw(3e-4), which also trains one tree and evaluates an average of it",
+        )
+
+
 @contextmanager
 def explain_missing_arguments() -> Iterator[None]:
     """Refuses a chain that needs more than gradients, state, parameters and the loss.
@@ -149,7 +164,8 @@ def explain_missing_arguments() -> Iterator[None]:
         raise refuse(
             f"the optimizer's update: {error}",
             rule="an update receives gradients, state, parameters and `value`, the loss, but no function for it",
-            fix="opaque_mode=False for optax.contrib.sam; a learning rate instead of a line search: optax.adamw(3e-4)",
+            fix="opaque_mode=False for optax.contrib.sam; in place of a line search, or of sophia, an optimizer of "
+            "gradients: optax.adamw(3e-4)",
         ) from error
 
 

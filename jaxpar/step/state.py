@@ -15,7 +15,7 @@ from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.replica_mesh import piece_spec
 from jaxpar.mesh.collective import ShardShape, Traffic, piece_dim
 from jaxpar.optim.eval_params import eval_arrays, eval_params
-from jaxpar.optim.step_inputs import explain_static_arguments
+from jaxpar.optim.step_inputs import check_parameter_tree, explain_static_arguments
 from jaxpar.optim.wrappers import check_optimizer_type
 from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.state_specs import model_state_specs, optimizer_specs, owner_path, stored_specs
@@ -117,6 +117,7 @@ def state_from_params(
         explain_static_arguments(),
     ):
         state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
+        check_parameter_tree(state.optimizer)
     if not exchange.per_replica:
         return state
     replicate = _replicate if exchange.replicas_differ else lambda tree, _: tree

@@ -115,6 +115,7 @@ def test_a_chain_without_value_trains_as_in_a_loop_of_optax(name):
 REFUSED = {
     "opaque": (lambda: sam(opaque_mode=True), "grad_fn must be provided", "opaque_mode=False"),
     "a line search": (optax.lbfgs, "'grad' and 'value_fn'", "optax.adamw(3e-4)"),
+    "second derivatives": (lambda: optax.contrib.sophia(1e-3), "obj_fn must be provided", "optax.adamw(3e-4)"),
     "one takes it, one does not": (
         lambda: optax.chain(sam(), optax.contrib.reduce_on_plateau()),
         "another transformation of the chain has no argument `value`",
@@ -134,6 +135,12 @@ def test_a_chain_that_needs_more_is_refused_with_a_way_out(name):
         step(state, batch())
     assert got in str(error.value)
     assert fix in str(error.value)
+
+
+def test_an_optimizer_of_a_pair_of_trees_is_refused_before_it_has_a_state():
+    optimizer = optax.chain(optax.clip(1.0), optax.lookahead(optax.adam(1e-3), 5, 0.5))
+    with pytest.raises(JaxparError, match=r"optax.lookahead(.|\n)*fix:  optax.contrib.schedule_free_adamw"):
+        jp.init_state(jp.compose(Net, jp.Parallel(data=8)), optimizer)
 
 
 def by_rate(rate, nesterov):
