@@ -13,6 +13,7 @@ from pairwise import some
 from tiny import assert_same_arrays
 
 import jaxpar as jp
+from jaxpar.step.state import abstract, specs
 
 DIM, WIDE, BLOCK = 64, 1024, 256
 LAYOUTS = {
@@ -213,3 +214,28 @@ def test_an_array_is_measured_by_its_own_bytes_also_where_it_has_the_shape_of_it
         lambda params: {"history": jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), params)}, optax.sgd(0.1).update
     )
     assert not refusals(history)  # 8 divides a dim
+
+
+LLAMA = dict(vocab=32003, seq=2048, dim=4096, layers=32, heads=32, hidden=11008)  # 7 B, with three added tokens
+GPT2 = dict(vocab=50257, seq=1024, dim=768, layers=12, heads=12, hidden=3072, tied=True, position="learned")
+OPTIMIZERS = {
+    **{name: getattr(optax, name) for name in ("adabelief", "adafactor", "adamw", "lamb", "lion", "novograd", "sm3")},
+    **{
+        name: getattr(optax.contrib, name)
+        for name in ("ademamix", "cocob", "galore", "muon", "prodigy", "schedule_free_adamw")
+    },
+    "MultiSteps": lambda rate: optax.MultiSteps(optax.adamw(rate), 4).gradient_transformation(),
+    "one vector": lambda rate: optax.flatten(optax.adamw(rate)),
+    "history": lambda rate: optax.scale_by_lbfgs(),
+}
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("sizes", [dict(fsdp=8), dict(fsdp=8, zero=1), dict(fsdp=64)], ids=str)
+def test_no_optimizer_of_optax_has_a_large_array_that_zero_does_not_shard(model, sizes):
+    layout = jp.compose(
+        lambda rngs: jp.Decoder(jp.DecoderConfig(**model), rngs=rngs), jp.Parallel(**sizes), sizes["fsdp"]
+    )
+    for make in OPTIMIZERS.values():
+        state = abstract(layout, make(1e-3))
+        specs(layout, state)  # refuses such arrays
