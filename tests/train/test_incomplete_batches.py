@@ -191,7 +191,7 @@ def test_examples_that_the_mesh_does_not_divide_are_left_out_and_said(count):
     left = (count - 16) % 8
     assert found[f"eval_n{count}_loss"] == pytest.approx(plain(clip, model, count, left_out=left)["loss"], rel=1e-5)
     assert len(said) == 1
-    assert "multiples of 8" in said[0]
+    assert "multiple of 8" in said[0]
 
 
 @pytest.mark.slow
