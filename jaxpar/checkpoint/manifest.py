@@ -129,9 +129,8 @@ def score(folder: Path, scores: Mapping[str, float]) -> None:
       JaxparError: If the MANIFEST cannot be read.
     """
     contents = read(folder)
-    partial = folder.with_name(
-        folder.name + PART
-    )  # not in the folder: a file left there by a kill would count as damage
+    # not in the folder: a file left there by a kill would count as damage
+    partial = folder.with_name(folder.name + PART)
     _write_manifest(partial, replace(contents, scores=contents.scores | dict(scores)))
     partial.replace(folder / NAME)
     sync(folder)

@@ -173,9 +173,8 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = print_to_stderr) -
     )
     digest = old_digest or _salt(corpus.digest(PackingProgress("reading the text", corpus.bytes, say)), settings, 16)
     if spec.tokenizer not in OURS:
-        read_tokenizer(spec.tokenizer).copy(
-            folder / TOKENIZER_FOLDER
-        )  # so that the run does not depend on the model's folder
+        # so that the run does not depend on the model's folder
+        read_tokenizer(spec.tokenizer).copy(folder / TOKENIZER_FOLDER)
     file = folder / f"{kind}{digest}.bin"
     manifest, problem = _check_packed(file, spec, say)
     if not problem:

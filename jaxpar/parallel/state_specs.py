@@ -19,8 +19,7 @@ residuals like any other.
 
 "Whole" still means split over `tensor` where the dim names say so. Source: Rajbhandari et al. 2020, arXiv:1910.02054,
 figure 1. JAX does not pad arrays at the boundary of a program, so a parameter without a dim that the axis divides stays
-whole, is counted whole and is listed; `Parallel.replicate_above` bounds the largest such array of
-the state.
+whole, is counted whole and is listed; `Parallel.replicate_above` bounds such arrays: see `unsharded_arrays.py`.
 """
 
 import math

@@ -602,11 +602,11 @@ def test_an_elementwise_result_takes_the_place_of_a_matmuls():
 
 
 def test_a_convolutions_result_is_in_a_tuple_that_nothing_is_written_over():
-    def kept(p, x):
+    def convolve(p, x):
         return jax.lax.conv_general_dilated(x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     def convolution(remat, p, x):
-        return jnp.sum(kept(p["two"], jnp.sin(kept(p["one"], x))))
+        return jnp.sum(convolve(p["two"], jnp.sin(convolve(p["one"], x))))
 
     def product(remat, p, x):
         return jnp.sum(jnp.sin(x @ p["one"][0, 0]) @ p["two"][0, 0])

@@ -162,8 +162,10 @@ def _travelling(
     hidden = np.array([work[0], linear, constant]) + _residuals(shape, candidate, hardware, software)
     hops = (ring - 1) * np.array([0.0, (2 * forwards + 6) * hop_byte * keys, (2 * forwards + 4) * hop])
     # in blocks, the linear term is that of blocks on the diagonal, of the device's own keys
-    turns = (ring - 1) / (ring + (0.5 if one_block and causal else 0.0)) * work * np.array([1.0, float(fused), 1.0])
-    return hidden, hidden - turns + hops
+    ring_steps = (
+        (ring - 1) / (ring + (0.5 if one_block and causal else 0.0)) * work * np.array([1.0, float(fused), 1.0])
+    )
+    return hidden, hidden - ring_steps + hops
 
 
 def _kernel_terms(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
